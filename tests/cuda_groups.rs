@@ -27,7 +27,7 @@ use cubecl::cuda::CudaRuntime;
 use half::bf16;
 
 use bonfire_testing::{Kind, errors, run_ranks, run_ranks_with};
-use groups::{Memory, check, check_messages, check_tensors, mine};
+use groups::{Memory, check, check_messages, check_tensors, check_unequal_parts, mine};
 
 type Devices = devices::Devices<CudaRuntime>;
 
@@ -88,6 +88,8 @@ fn tensors_stay_on_gpus() {
             let shape = [2 * usize::from(n), 3, 128];
             check_tensors::<Cuda, Float>(&group, device, shape, &[0]).unwrap();
             check_tensors::<Cuda, Int>(&group, device, shape, &[0]).unwrap();
+            check_unequal_parts::<Cuda, Float>(&group, device).unwrap();
+            check_unequal_parts::<Cuda, Int>(&group, device).unwrap();
             check_messages::<Cuda, Float>(&group, device).unwrap();
             check_messages::<Cuda, Int>(&group, device).unwrap();
         });

@@ -22,7 +22,7 @@ use burn::tensor::{Float, Int, Tensor, TensorData, TensorPrimitive};
 use cubecl::Runtime;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
-use groups::{Memory, check, check_messages, check_tensors};
+use groups::{Memory, check, check_messages, check_tensors, check_unequal_parts};
 use trainings::{check_ways, clipped_with_and_without_shards, replicas_and_parts, replicas_and_shards};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
@@ -60,6 +60,7 @@ fn operations_on_tensors_match_their_definition_along_every_dimension() {
             let device = device(40, group.rank());
             check_tensors::<Wgpu, Float>(&group, &device, [2 * n, 3 * n, n], &[0, 1, 2]).unwrap();
             check_tensors::<Wgpu, Int>(&group, &device, [2 * n, 3 * n, n], &[0, 1, 2]).unwrap();
+            check_unequal_parts::<Wgpu, Float>(&group, &device).unwrap();
             check_messages::<Wgpu, Float>(&group, &device).unwrap();
             check_messages::<Wgpu, Int>(&group, &device).unwrap();
         });
@@ -72,10 +73,12 @@ fn a_group_may_have_ranks_on_devices_and_on_the_host() {
     run_ranks(Kind::Threads, 3, |group| match group.rank() {
         1 => {
             check_tensors::<Flex, Float>(&group, &Default::default(), [6, 9, 3], &[0, 1, 2]).unwrap();
+            check_unequal_parts::<Flex, Float>(&group, &Default::default()).unwrap();
             check_messages::<Flex, Float>(&group, &Default::default()).unwrap();
         }
         rank => {
             check_tensors::<Wgpu, Float>(&group, &device(44, rank), [6, 9, 3], &[0, 1, 2]).unwrap();
+            check_unequal_parts::<Wgpu, Float>(&group, &device(44, rank)).unwrap();
             check_messages::<Wgpu, Float>(&group, &device(44, rank)).unwrap();
         }
     });

@@ -11,7 +11,7 @@ use burn::tensor::{Shape, TensorMetadata};
 use self::access::DeviceAccess;
 use crate::ranges::Ranges;
 use bonfire_core::internal::{Peers, Request};
-use bonfire_core::{Error, Group};
+use bonfire_core::{Call, Error, Group};
 
 /// Whether the backend's tensors are on collective devices.
 #[cfg_attr(
@@ -30,17 +30,32 @@ pub(crate) fn uses_collective_devices<B: Backend>() -> bool {
     false
 }
 
-/// Waits until the ranks of the group have agreed on how they exchange data on their devices, if this backend's do. All
-/// ranks call it. Else their first operation on devices waits, which it must not in a backward pass.
+/// Waits until the ranks of the group have agreed on how they exchange data on their devices, if this backend's do, and
+/// returns whether they do so without host memory. All ranks call it. Else their first operation on devices waits,
+/// which it must not in a backward pass.
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "no such devices agree"))]
-pub(crate) fn connect<B: Backend>(group: &Group, device: &B::Device) -> Result<(), Error> {
+pub(crate) fn connect<B: Backend>(group: &Group, device: &B::Device) -> Result<bool, Error> {
     #[cfg(feature = "cuda")]
     if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
         use crate::server::DeviceTransport;
         use burn::tensor::backend::DeviceOps;
-        return cubecl::cuda::CudaRuntime::route(group, device.id()).map(drop);
+        return cubecl::cuda::CudaRuntime::route(group, device.id()).map(|route| route.is_some());
     }
-    Ok(())
+    Ok(false)
+}
+
+/// Whether the ranks of the group, if they have agreed on a path, run this collective without host memory.
+#[cfg_attr(
+    not(feature = "cuda"),
+    expect(clippy::extra_unused_type_parameters, unused_variables, reason = "no such devices agree")
+)]
+pub(crate) fn supports<B: Backend>(group: &Group, call: &Call) -> bool {
+    #[cfg(feature = "cuda")]
+    if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
+        use crate::server::DeviceTransport;
+        return cubecl::cuda::CudaRuntime::agreed_route(group).is_some_and(|route| route.supports(call));
+    }
+    false
 }
 
 /// Whether messages between the ranks of the group pass from device to device. The ranks have to agree on a path first:

@@ -190,6 +190,10 @@ impl<D> TensorSpec<D> {
 
     /// Makes a tensor of these elements.
     pub fn tensor<B: Backend<Device = D>, K: Kind<B>>(&self, mut bytes: Bytes, shape: Shape) -> K::Primitive {
+        if bytes.is_empty() {
+            // On CUDA burn does not write every shape without elements.
+            return K::empty(shape, &self.device, self.dtype);
+        }
         let mut dtype = self.dtype;
         if dtype.is_bool() {
             // A byte from a peer is not a valid `bool` until it is normalised.
@@ -237,6 +241,11 @@ impl Source {
         #[cfg(feature = "flex")]
         if let Some(flex) = flex {
             return Ok((Source(SourceData::Flex(flex)), TensorSpec::new::<B, K>(operation, dtype, device)?));
+        }
+        if tensor.shape().num_elements() == 0 && K::device_dtype(&tensor).is_some() {
+            // Before it reads a tensor, burn may launch a kernel, which CUDA refuses for no elements.
+            let spec = TensorSpec::new::<B, K>(operation, dtype, device)?;
+            return Ok((Source(SourceData::Data(Bytes::from_bytes_vec(Vec::new()))), spec));
         }
         let data = data::<B, K>(operation, tensor)?;
         // Exported floats may have another type than on the device. The result is made from that type.

@@ -21,9 +21,10 @@
 //!
 //! Tensors of Flex are read in place. Floats and integers on collective devices stay there where the device can do the
 //! operation, in [`all_reduce`], [`reduce`], [`broadcast`], and in [`all_gather`], [`reduce_scatter`], [`gather`],
-//! [`scatter`] and [`all_to_all`] of equal parts. So do those of [`send`], [`recv`] and [`exchange`] on CUDA, once the
-//! group's ranks have agreed on a path, in their first collective on devices. Everything else passes through host
-//! memory.
+//! [`scatter`] and [`all_to_all`] of equal parts. On CUDA so do parts of unequal sizes, unless the longest part times
+//! the world size is more than 1 MiB and more than four times what the rank with the most has, and those of [`send`],
+//! [`recv`] and [`exchange`], once the group's ranks have agreed on a path, in their first collective on devices.
+//! Everything else passes through host memory.
 //!
 //! No gradient flows through these operations. So they refuse float tensors of a backend with autodiff: use
 //! [`autodiff`](super::autodiff) where gradients must flow, and elsewhere [`Tensor::inner`], and [`Tensor::from_inner`]
@@ -287,7 +288,8 @@ pub fn all_to_all<B: Backend, const D: usize, K: Kind<B>>(
 }
 
 /// Variable-size [`all_to_all`]: along `dim`, this rank sends length `send[r]` to rank `r` and receives `recv[r]` from
-/// it. With `recv` `None`, the ranks exchange their sizes first, which costs a small operation.
+/// it. With `recv` `None`, the ranks exchange their sizes first, which costs a small operation. On CUDA they exchange
+/// and compare them in any case.
 ///
 /// # Errors
 /// See [errors](self#errors).

@@ -175,6 +175,83 @@ where
     Ok(())
 }
 
+/// Compares operations on parts of unequal sizes along each dimension with what they are defined as. The ranks' parts
+/// have lengths of their own, which are 0 on one rank.
+pub fn check_unequal_parts<B: Backend, K>(group: &Group, device: &B::Device) -> Result<(), Error>
+where
+    K: Kind<B> + Numeric<B>,
+    K::Elem: Element,
+{
+    let (rank, n) = (group.rank(), group.world_size());
+    let sizes: Vec<usize> = (0..n).map(|rank| ((3 * rank + 2) % (2 * n) + 1) * usize::from(rank != 1)).collect();
+    let total = sizes.iter().sum();
+    let expect = |tensor: Tensor<B, 3, K>, expected: Tensor<B, 3, K>, what: &str| {
+        assert_eq!(tensor.dims(), expected.dims(), "{what} on rank {rank} of {n}");
+        // On CUDA burn reads and writes no tensor of three dimensions without elements.
+        if tensor.shape().num_elements() > 0 {
+            assert_eq!(tensor.into_data(), expected.into_data(), "{what} on rank {rank} of {n}");
+        }
+    };
+    let concatenated = |parts: Vec<Tensor<B, 3, K>>, dim: usize| {
+        // burn would launch kernels on no elements.
+        Tensor::cat(parts.into_iter().filter(|part| part.dims()[dim] > 0).collect(), dim)
+    };
+    for dim in 0..3 {
+        let shape = |len: usize| {
+            let mut shape = [5, 4, 3];
+            shape[dim] = len;
+            shape
+        };
+        let tensor = |from: usize, len: usize| {
+            if len == 0 {
+                return Tensor::<B, 3, K>::empty(shape(len), device);
+            }
+            let elements = (0..shape(len).iter().product()).map(|i| value(from, i)).collect();
+            Tensor::<B, 3, K>::from_data(TensorData::new::<i32, _>(elements, shape(len)), device)
+        };
+        let start_of = |rank: usize| sizes[..rank].iter().sum::<usize>();
+        let (at, own) = (dim as isize, || tensor(rank, sizes[rank]));
+        let all = || concatenated((0..n).map(|rank| tensor(rank, sizes[rank])).collect(), dim);
+        for known in [Some(&sizes[..]), None] {
+            expect(operation::all_gather_v(own(), at, known, group)?, all(), "all_gather_v");
+            for root in 0..n {
+                let gathered = operation::gather_v(own(), root, at, known, group)?;
+                assert_eq!(gathered.is_some(), rank == root);
+                gathered.into_iter().for_each(|gathered| expect(gathered, all(), "gather_v"));
+            }
+        }
+        // An empty part has no elements to compare, and burn cuts no empty slices on CUDA.
+        let part_of = |whole: Tensor<B, 3, K>| match sizes[rank] {
+            0 => tensor(rank, 0),
+            len => whole.narrow(dim, start_of(rank), len),
+        };
+        for root in 0..n {
+            let given = (rank == root).then(|| (tensor(root, total), &sizes[..]));
+            let part = operation::scatter_v(given, root, at, (device, own().dtype()), group)?;
+            expect(part, part_of(tensor(root, total)), "scatter_v");
+        }
+        let part = operation::reduce_scatter_v(tensor(rank, total), ReduceOp::Sum, at, &sizes, group)?;
+        let sum = (1..n).fold(tensor(0, total), |sum, rank| sum + tensor(rank, total));
+        expect(part, part_of(sum), "reduce_scatter_v");
+
+        // Rank `from` sends each rank another length, and rank 1 nothing to rank 0.
+        let length = |from: usize, to: usize| (from + 2 * to + 1) * usize::from((from, to) != (1, 0));
+        let send = |from: usize| (0..n).map(|to| length(from, to)).collect::<Vec<_>>();
+        let outgoing = |from: usize| tensor(from, send(from).iter().sum());
+        let recv: Vec<usize> = (0..n).map(|from| length(from, rank)).collect();
+        let arriving = (0..n).filter(|from| length(*from, rank) > 0).map(|from| {
+            let before = (0..rank).map(|to| length(from, to)).sum();
+            outgoing(from).narrow(dim, before, length(from, rank))
+        });
+        let arriving = concatenated(arriving.collect(), dim);
+        for known in [Some(&recv[..]), None] {
+            let received = operation::all_to_all_v(outgoing(rank), at, &send(rank), known, group)?;
+            expect(received, arriving.clone(), "all_to_all_v");
+        }
+    }
+    Ok(())
+}
+
 /// Passes tensors between every two ranks and around the ring, and compares what arrives with what was sent.
 pub fn check_messages<B: Backend, K>(group: &Group, device: &B::Device) -> Result<(), Error>
 where

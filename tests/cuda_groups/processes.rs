@@ -9,7 +9,7 @@ use bonfire::{DType, Error, Group, ReduceOp};
 use burn::tensor::Float;
 use rustix::process::Signal;
 
-use super::groups::{Memory, check, check_messages, mine};
+use super::groups::{Memory, check, check_messages, check_unequal_parts, mine};
 use super::{Devices, stays_on_gpus};
 use bonfire_testing::process::{Process, is_child, report, send_line};
 
@@ -33,6 +33,7 @@ fn every_operation_between_processes() {
         let (group, devices, memory) = join();
         let lengths = [0, 1, 2, 1000, 70_001];
         let outcome = lengths.into_iter().try_for_each(|len| check(&group, &memory, len));
+        let outcome = outcome.and_then(|()| check_unequal_parts::<bonfire::Cuda, Float>(&group, &devices.all[0]));
         let outcome = outcome.and_then(|()| check_messages::<bonfire::Cuda, Float>(&group, &devices.all[0]));
         if asked_for_gpus_only() {
             stays_on_gpus(&devices);
@@ -41,7 +42,8 @@ fn every_operation_between_processes() {
     }
     for (n, transport) in [(2, "auto"), (2, "tcp")] {
         let mut ranks = Process::start_ranks("processes::every_operation_between_processes", n, transport, "60");
-        assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())));
+        let outcomes: Vec<_> = ranks.iter().map(Process::outcome).collect();
+        assert!(outcomes.iter().all(|outcome| *outcome == Ok("all".into())), "{outcomes:?}");
         assert!(ranks.iter_mut().all(|rank| rank.end().success()));
     }
 }

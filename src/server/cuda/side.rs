@@ -57,9 +57,9 @@ impl TeamHandle {
 
 impl BufferLayout {
     /// Uses the operation's own memory if it can. Scratch memory, filled and emptied by copies on the team's stream,
-    /// stands in for several tensors of one operation, for memory that is not aligned for its elements, for a source
-    /// that overlaps its target in a way that the operation does not allow, and for the results of a reduce elsewhere
-    /// than on the root.
+    /// stands in for several tensors of one operation, for one in several ranges or shorter than its part, for memory
+    /// that is not aligned for its elements, for a source that overlaps its target in a way that the operation does not
+    /// allow, and for the results of a reduce elsewhere than on the root.
     fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
         let DeviceOperation { call, rank, sources, targets, stream, peers } = job;
         let bytes = |chunks: &[(Binding, Ranges)]| chunks.iter().map(|(_, ranges)| ranges.bytes()).sum();
@@ -100,12 +100,24 @@ impl BufferLayout {
             }
             (None, Some(memory)) if from.is_empty() => (layout.source, layout.target) = (memory, memory),
             _ => {
-                let whole = layout.scratch(server, call.bytes(), stream)?;
-                layout.before = from.iter().flat_map(|(memory, ranges)| spread(ranges, *memory, whole)).collect();
-                let gathered =
-                    |(memory, ranges): &(u64, Ranges)| spread(ranges, *memory, whole).into_iter().map(reversed);
-                layout.after = to.iter().flat_map(gathered).collect();
-                (layout.source, layout.target) = (whole + read.start as u64, whole + written.start as u64);
+                // What this rank neither reads nor writes has no place in scratch memory.
+                let used = match () {
+                    () if to.is_empty() && call.reduction.is_none() => read.clone(),
+                    () if from.is_empty() => written.clone(),
+                    () => 0..call.bytes(),
+                };
+                let scratch = layout.scratch(server, used.len(), stream)?;
+                // NCCL cannot work in place here.
+                let received = match call.operation {
+                    Operation::AllToAll if nccl => layout.scratch(server, used.len(), stream)?,
+                    _ => scratch,
+                };
+                let into = |(memory, ranges): &(u64, Ranges)| spread(ranges, *memory, (scratch, used.start));
+                let out_of = |(memory, ranges): &(u64, Ranges)| spread(ranges, *memory, (received, used.start));
+                layout.before = from.iter().flat_map(into).collect();
+                layout.after = to.iter().flat_map(out_of).map(reversed).collect();
+                let at = |memory: u64, part: &Range<usize>| memory + part.start.saturating_sub(used.start) as u64;
+                (layout.source, layout.target) = (at(scratch, &read), at(received, &written));
             }
         }
         Ok(layout)
@@ -138,12 +150,12 @@ fn single(tensors: &[(u64, Ranges)], range: &Range<usize>) -> Option<u64> {
     }
 }
 
-/// Returns the copies from memory to its ranges of the whole. Ranges of one length at one distance are rows of one
-/// copy, such as the parts of a parameter on all ranks.
-fn spread(ranges: &Ranges, memory: u64, whole: u64) -> Vec<Copy> {
+/// Returns the copies from memory to its ranges of the whole, of which other memory holds the bytes from `first` on.
+/// Ranges of one length at one distance are rows of one copy, such as the parts of a parameter on all ranks.
+fn spread(ranges: &Ranges, memory: u64, (whole, first): (u64, usize)) -> Vec<Copy> {
     let mut copies: Vec<Copy> = Vec::new();
     for (at, range) in ranges.places() {
-        let next = Copy::of(memory + at as u64, whole + range.start as u64, range.len());
+        let next = Copy::of(memory + at as u64, whole + (range.start - first) as u64, range.len());
         if let Some(last) = copies.last_mut()
             && last.bytes == next.bytes
             && let Some(pitch) = next.to.checked_sub(last.to + (last.pitches.1 * (last.rows - 1)) as u64)
@@ -170,7 +182,7 @@ mod tests {
 
     #[test]
     fn parts_at_one_distance_are_rows_of_one_copy() {
-        let copies = |ranges: &[Range<usize>]| spread(&ranges.iter().cloned().collect(), 1000, 5000);
+        let copies = |ranges: &[Range<usize>]| spread(&ranges.iter().cloned().collect(), 1000, (5000, 0));
         let rows = Copy { from: 1000, to: 5016, rows: 3, bytes: 8, pitches: (8, 40) };
         assert_eq!(copies(&[16..24, 56..64, 96..104]), std::slice::from_ref(&rows));
         // The last part is shorter.
@@ -181,5 +193,7 @@ mod tests {
         assert_eq!(copies(&[16..24, far..far + 8]).len(), 2);
         assert_eq!(reversed(rows), Copy { from: 5016, to: 1000, rows: 3, bytes: 8, pitches: (40, 8) });
         assert_eq!(copies(&[]), []);
+        // Only the bytes from 90 on have a place.
+        assert_eq!(spread(&Ranges::from(96..104), 1000, (5000, 90)), [Copy::of(1000, 5006, 8)]);
     }
 }

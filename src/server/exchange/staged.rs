@@ -37,7 +37,11 @@ pub(super) fn start<R: DeviceTransport>(
         let memory = shared(work.wait().map_err(|(error, _)| error)?);
         let part = |ranges: Ranges| match ranges.single() {
             Some(range) => writable(memory.slice(range)),
-            None => Bytes::from_bytes_vec(ranges.places().flat_map(|(_, range)| &memory[range]).copied().collect()),
+            None => {
+                let mut packed = Vec::with_capacity(ranges.bytes());
+                ranges.places().for_each(|(_, range)| packed.extend_from_slice(&memory[range]));
+                Bytes::from_bytes_vec(packed)
+            }
         };
         let writes: Vec<_> = targets.into_iter().map(|(target, ranges)| (target, part(ranges))).collect();
         if !writes.is_empty() {

@@ -75,6 +75,12 @@ impl Axis {
         (Shape::from(dims.clone()), std::iter::once(self.dim).chain(others).collect())
     }
 
+    /// Returns the order of dimensions in which this one is the outermost.
+    pub fn front(&self) -> Vec<usize> {
+        let others = (0..self.shape.num_dims()).filter(|dim| *dim != self.dim);
+        std::iter::once(self.dim).chain(others).collect()
+    }
+
     /// Copies the parts of a whole, of these sizes along the dimension, into `parts`, one after the other. `element` is
     /// the size of an element in bytes.
     pub fn split(&self, sizes: &[usize], element: usize, whole: &[u8], mut parts: &mut [u8]) {

@@ -5,12 +5,13 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 
 use super::axis::Axis;
-use super::on_device;
-use super::sizes::{Sizes, all_equal, check_count, exchange_recv_sizes, split_sizes};
-use crate::tensor::device::passes_messages;
+use super::on_device::unequal::{self, Slots};
+use super::on_device::{self, Path};
+use super::sizes::{PairSums, Sizes, all_equal, check_count, exchange_recv_sizes, split_sizes};
+use crate::tensor::device::{connect, passes_messages, supports};
 use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{DType, Error, Operation, ReduceOp};
+use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
 use bytemuck::cast_slice_mut;
 
 /// Joins parts that lie one after the other to the whole. Returns them unchanged where that is their layout already.
@@ -53,6 +54,13 @@ impl<'a> PackedParts<'a> {
     fn bytes(&self) -> &[u8] {
         self.1.as_deref().unwrap_or(self.0)
     }
+}
+
+/// A call of this operation, for [`Path::of`].
+fn on_parts(operation: Operation, reduction: Option<ReduceOp>, root: Option<usize>) -> Call {
+    let mut call = Call::new(operation, DType::U8, 0);
+    (call.reduction, call.root) = (reduction, root);
+    call
 }
 
 /// Adds `counts` to the request, unless all sizes are equal: the group has more paths for equal parts.
@@ -146,8 +154,10 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = sizes.resolve(ctx, OPERATION, &axis)?;
     let (counts, total) = axis.counts(OPERATION, &sizes)?;
-    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| all_equal(&sizes)) {
-        return on_device::all_gather::<B, K>(ctx.group, tensor, dtype, &axis);
+    match Path::of::<B, K>(ctx.group, on_parts(Operation::AllGather, None, None), &tensor, &axis, &sizes)? {
+        Path::Equal(dtype) => return on_device::all_gather::<B, K>(ctx.group, tensor, dtype, &axis),
+        Path::Unequal(slots) => return unequal::all_gather::<B, K>(ctx.group, tensor, &sizes, &slots),
+        Path::Host => {}
     }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut parts = ctx.buffer::<B>(OPERATION, spec.carrier, total)?;
@@ -170,8 +180,10 @@ pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = split_sizes(ctx, OPERATION, &axis, sizes)?;
     let (counts, _) = axis.counts(OPERATION, &sizes)?;
-    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| all_equal(&sizes)) {
-        return on_device::reduce_scatter::<B, K>(ctx.group, tensor, dtype, op, &axis);
+    match Path::of::<B, K>(ctx.group, on_parts(Operation::ReduceScatter, Some(op), None), &tensor, &axis, &sizes)? {
+        Path::Equal(dtype) => return on_device::reduce_scatter::<B, K>(ctx.group, tensor, dtype, op, &axis),
+        Path::Unequal(slots) => return unequal::reduce_scatter::<B, K>(ctx.group, tensor, op, &sizes, &slots),
+        Path::Host => {}
     }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let parts = PackedParts::of::<B>(ctx, OPERATION, &axis, &sizes, spec.carrier, source.bytes())?;
@@ -196,8 +208,10 @@ pub(crate) fn gather<B: Backend, K: Kind<B>>(
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = sizes.resolve(ctx, OPERATION, &axis)?;
     let (counts, total) = axis.counts(OPERATION, &sizes)?;
-    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| all_equal(&sizes)) {
-        return on_device::gather::<B, K>(ctx.group, tensor, dtype, root, &axis);
+    match Path::of::<B, K>(ctx.group, on_parts(Operation::Gather, None, Some(root)), &tensor, &axis, &sizes)? {
+        Path::Equal(dtype) => return on_device::gather::<B, K>(ctx.group, tensor, dtype, root, &axis),
+        Path::Unequal(slots) => return unequal::gather::<B, K>(ctx.group, tensor, root, &sizes, &slots),
+        Path::Host => {}
     }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let is_root = ctx.group.rank() == root;
@@ -262,10 +276,17 @@ pub(crate) fn scatter<B: Backend, K: Kind<B>>(
     let (tensor, known) = own.transpose()?.map(|(tensor, axis, sizes)| (tensor, (axis, sizes))).unzip();
     // One that says where the part is made, and in which element type.
     let like = tensor.unwrap_or_else(|| K::empty(Shape::from(vec![0; rank]), device, dtype));
-    // Read before the ranks exchange anything, so that a rank that cannot keeps no peer waiting.
-    let on_device = K::device_dtype(&like).filter(|_| known.as_ref().is_none_or(|(_, sizes)| all_equal(sizes)));
-    let read = match (&known, on_device) {
-        (Some(_), None) => Some(Source::read::<B, K>(OPERATION, like.clone())?),
+    // On all ranks, before the root alone knows the sizes and asks for a path.
+    if K::device_dtype(&like).is_some() {
+        connect::<B>(group, device)?;
+    }
+    let call = on_parts(Operation::Scatter, None, Some(root));
+    let path = |axis: &Axis, sizes: &[usize]| Path::of::<B, K>(group, call, &like, axis, sizes);
+    // Before the sizes are exchanged, so that a rank that cannot read keeps no peer waiting.
+    let read = match &known {
+        Some((axis, sizes)) if matches!(path(axis, sizes)?, Path::Host) => {
+            Some(Source::read::<B, K>(OPERATION, like.clone())?)
+        }
         _ => None,
     };
     let spec = match &read {
@@ -274,8 +295,10 @@ pub(crate) fn scatter<B: Backend, K: Kind<B>>(
     };
     let known = known.as_ref().map(|(axis, sizes)| (axis, &sizes[..]));
     let (axis, sizes) = broadcast_parts(ctx, OPERATION, known, (rank, dim), root)?;
-    if let Some(dtype) = on_device.filter(|_| all_equal(&sizes)) {
-        return on_device::scatter::<B, K>(group, like, dtype, root, (&axis, sizes[0]));
+    match path(&axis, &sizes)? {
+        Path::Equal(dtype) => return on_device::scatter::<B, K>(group, like, dtype, root, (&axis, sizes[0])),
+        Path::Unequal(slots) => return unequal::scatter::<B, K>(group, like, root, &sizes, &slots),
+        Path::Host => {}
     }
     let (counts, _) = axis.counts(OPERATION, &sizes)?;
     let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, counts[group.rank()])?;
@@ -307,16 +330,26 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let send = split_sizes(ctx, OPERATION, &axis, sizes.send)?;
-    let recv = match (sizes.recv, sizes.send) {
-        (Some(recv), _) => {
-            check_count(ctx, OPERATION, recv)?;
-            recv.to_vec()
+    let dtype = K::device_dtype(&tensor);
+    let (recv, slots) = match (dtype, sizes.send, sizes.recv) {
+        (Some(dtype), None, None) => return on_device::all_to_all::<B, K>(ctx.group, tensor, dtype, &axis),
+        (Some(dtype), Some(_), recv) if connect::<B>(ctx.group, &K::device(&tensor))? => {
+            recv.map_or(Ok(()), |recv| check_count(ctx, OPERATION, recv))?;
+            let pairs = PairSums::exchange(ctx, OPERATION, &axis, (&send, recv))?;
+            let slots = Slots::of(&axis, dtype, send.len(), pairs.longest, pairs.most);
+            let supported =
+                |slots: &Slots| supports::<B>(ctx.group, &slots.resized(on_parts(Operation::AllToAll, None, None)));
+            (pairs.recv, slots.filter(supported))
         }
-        (None, None) => send.clone(),
-        (None, Some(_)) => exchange_recv_sizes(ctx, &axis, &send)?,
+        (_, _, Some(recv)) => {
+            check_count(ctx, OPERATION, recv)?;
+            (recv.to_vec(), None)
+        }
+        (_, None, None) => (send.clone(), None),
+        (_, Some(_), None) => (exchange_recv_sizes(ctx, &axis, &send)?, None),
     };
-    if let (Some(dtype), None) = (K::device_dtype(&tensor), sizes.send) {
-        return on_device::all_to_all::<B, K>(ctx.group, tensor, dtype, &axis);
+    if let Some(slots) = slots {
+        return unequal::all_to_all::<B, K>(ctx.group, tensor, (&send, &recv), &slots);
     }
     let ((outgoing, _), (incoming, total)) = (axis.counts(OPERATION, &send)?, axis.counts(OPERATION, &recv)?);
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;

@@ -1,17 +1,52 @@
 //! Operations whose tensors stay on a collective device. Their bytes are those of the operations on host memory, so a
-//! group may have ranks of both kinds.
+//! group may have ranks of both kinds, but not for parts of unequal sizes.
+
+pub(super) mod unequal;
 
 use std::ops::Range;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, TensorMetadata};
 
+use self::unequal::Slots;
 use super::axis::Axis;
+use super::sizes::all_equal;
 use crate::ranges::Ranges;
-use crate::tensor::device::{DeviceCall, Target};
+use crate::tensor::device::{DeviceCall, Target, connect, supports};
 use crate::tensor::host::Kind;
 use bonfire_core::internal::{ByteOperations, Peers, Request};
-use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
+use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
+
+/// How tensors are exchanged in parts.
+pub(super) enum Path {
+    /// Through host memory.
+    Host,
+    /// On their devices, in parts of equal sizes and of this element type.
+    Equal(DType),
+    Unequal(Slots),
+}
+
+impl Path {
+    /// Returns the path of a call on parts of these sizes along the axis, whatever its element type and count. All
+    /// ranks call it, with the same sizes.
+    pub fn of<B: Backend, K: Kind<B>>(
+        group: &Group,
+        call: Call,
+        tensor: &K::Primitive,
+        axis: &Axis,
+        sizes: &[usize],
+    ) -> Result<Path, Error> {
+        let Some(dtype) = K::device_dtype(tensor) else { return Ok(Path::Host) };
+        if all_equal(sizes) {
+            return Ok(Path::Equal(dtype));
+        }
+        connect::<B>(group, &K::device(tensor))?;
+        let longest = sizes.iter().max().copied().unwrap_or_default();
+        let slots = Slots::of(axis, dtype, sizes.len(), longest, sizes.iter().sum());
+        let slots = slots.filter(|slots| supports::<B>(group, &slots.resized(call)));
+        Ok(slots.map_or(Path::Host, Path::Unequal))
+    }
+}
 
 /// Runs an operation of this request and of so many bytes from `source` to a new tensor.
 fn run<B: Backend, K: Kind<B>>(
@@ -236,7 +271,12 @@ fn split<B: Backend, K: Kind<B>>(whole: K::Primitive, axis: &Axis, n: usize) -> 
 /// Returns the whole of `n` parts, each `len` long along the axis.
 fn join<B: Backend, K: Kind<B>>(parts: K::Primitive, axis: &Axis, n: usize, len: usize) -> K::Primitive {
     let (_, order) = axis.parts(n, len);
+    K::reshape(K::permute(parts, &inverse(&order)), axis.shape(n * len))
+}
+
+/// Returns the order of dimensions that takes back this one.
+fn inverse(order: &[usize]) -> Vec<usize> {
     let mut inverse = vec![0; order.len()];
     order.iter().enumerate().for_each(|(to, from)| inverse[*from] = to);
-    K::reshape(K::permute(parts, &inverse), axis.shape(n * len))
+    inverse
 }

@@ -2,7 +2,7 @@
 
 use super::axis::Axis;
 use crate::tensor::host::Context;
-use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Operation};
 use bytemuck::cast_slice_mut;
 
@@ -79,6 +79,52 @@ pub(crate) fn split_sizes(
 
 pub(super) fn all_equal(sizes: &[usize]) -> bool {
     sizes.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+/// What a rank needs to know of the sizes of an all_to_all on devices.
+pub(crate) struct PairSums {
+    /// What this rank receives from each.
+    pub recv: Vec<usize>,
+    /// The largest size of all pairs, and the largest sum of the sizes that a rank sends or receives. The same on all
+    /// ranks.
+    pub longest: usize,
+    pub most: usize,
+}
+
+impl PairSums {
+    /// Exchanges what this rank sends to each rank. Fails on all ranks if one expects something else than another sends
+    /// to it; the group remains usable.
+    #[track_caller]
+    pub fn exchange(
+        ctx: Context<'_>,
+        operation: &str,
+        axis: &Axis,
+        (send, expected): (&[usize], Option<&[usize]>),
+    ) -> Result<PairSums, Error> {
+        let (rank, n) = (ctx.group.rank(), ctx.group.world_size());
+        let recv = exchange_recv_sizes(ctx, axis, send)?;
+        let wrong =
+            expected.and_then(|expected| (0..n).find(|from| expected[*from] != recv[*from]).zip(Some(expected)));
+        let sum = |sizes: &[usize]| sizes.iter().fold(0, |sum: usize, size| sum.saturating_add(*size));
+        let longest = send.iter().chain(&recv).max().copied().unwrap_or_default();
+        let own = [longest as u64, sum(send).max(sum(&recv)) as u64, u64::from(wrong.is_some())];
+        let mut all = vec![own; n];
+        let request = Request::new(Operation::AllGather, DType::U64).shape(&axis.common());
+        ctx.group.operate(request, None, cast_slice_mut(all.as_flattened_mut()))?;
+        if all.iter().any(|[_, _, wrong]| *wrong != 0) {
+            let own = wrong.map_or(Ok(()), |(from, expected)| {
+                let (sent, expected) = (recv[from], expected[from]);
+                let reason = format!("rank {from} sends length {sent} to rank {rank}, which expects {expected}");
+                Err(Error::argument(operation, reason))
+            });
+            ctx.group.all_gather_results(own)?;
+        }
+        let largest = |which: usize| {
+            let largest = all.iter().map(|numbers| numbers[which]).max().unwrap_or_default();
+            usize::try_from(largest).unwrap_or(usize::MAX)
+        };
+        Ok(PairSums { recv, longest: largest(0), most: largest(1) })
+    }
 }
 
 /// Exchanges the sizes of an all_to_all: passes `send[r]` to rank `r` and returns what each rank sends to this one.
