@@ -49,6 +49,7 @@ pub mod compression;
 mod data_parallel;
 mod embedding;
 mod fully_sharded;
+mod in_flight;
 #[cfg(feature = "ddp")]
 mod learner;
 mod mean;

@@ -4,8 +4,10 @@ use std::any::Any;
 use std::fmt;
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter as Value};
+use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use burn::tensor::{Bool, Int, Shape, Tensor};
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::{Bool, Int, Shape, Tensor, TensorMetadata, TensorPrimitive};
 use serde::{Deserialize, Serialize};
 
 use super::bucket::Item;
@@ -51,6 +53,28 @@ impl<B: AutodiffBackend> Parameter<B> {
     /// Returns the bucket item for its gradient, where this is the parameter at `position`.
     pub fn item(&self, position: usize) -> Item {
         Item { position, dtype: self.element, bytes: self.shape.num_elements() * self.element.size() }
+    }
+
+    /// Returns burn's name of the element type in which gradients are reduced: the parameter's own, or f32.
+    pub fn dtype_of(&self, carrier: DType) -> burn::tensor::DType {
+        if carrier == self.element { self.dtype } else { burn::tensor::DType::F32 }
+    }
+
+    /// Returns a gradient in the element type in which it is reduced.
+    pub fn widen(&self, gradient: FloatTensor<B::InnerBackend>, carrier: DType) -> FloatTensor<B::InnerBackend> {
+        match carrier == self.element {
+            true => gradient,
+            false => B::InnerBackend::float_cast(gradient, self.dtype_of(carrier).into()),
+        }
+    }
+
+    /// Adds a gradient to `results`, in the parameter's element type.
+    pub fn register(&self, mut gradient: FloatTensor<B::InnerBackend>, results: &mut GradientsParams) {
+        if float(gradient.dtype()) != Some(self.element) {
+            gradient = B::InnerBackend::float_cast(gradient, self.dtype.into());
+        }
+        let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(gradient));
+        results.register(self.id, gradient);
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Bytes, FloatDType, Scalar, Tensor};
+use burn::tensor::{Bytes, FloatDType, Scalar, Tensor, TensorPrimitive};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
@@ -238,8 +238,9 @@ pub(crate) fn scale_tensor<B: Backend>(tensor: FloatTensor<B>, dtype: DType, fac
 
 /// Returns the sum of the elements' squares, computed on the tensors' device and read at once. Those of one tensor are
 /// added in f32, unless they are f64.
-pub(crate) fn sum_of_squares_on_device<B: Backend>(tensors: Vec<Tensor<B, 1>>) -> Result<f64, Error> {
+pub(crate) fn sum_of_squares_on_device<B: Backend>(tensors: Vec<FloatTensor<B>>) -> Result<f64, Error> {
     let sums = tensors.into_iter().map(|tensor| {
+        let tensor = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(tensor));
         let wide = if tensor.dtype() == burn::tensor::DType::F64 { tensor } else { tensor.cast(FloatDType::F32) };
         (wide.clone() * wide).sum()
     });

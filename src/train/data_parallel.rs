@@ -18,7 +18,7 @@ use super::compression::Compression;
 use super::mean::mean;
 use super::mesh::DeviceMesh;
 use super::overlap::Overlap;
-use super::reduction::{Compressor, InFlight, Reducer};
+use super::reduction::{Compressor, Reducer, Reduction};
 use super::states;
 use super::step_header::{AgreedStep, StepHeader};
 use super::unused::Unused;
@@ -324,7 +324,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         positions: Vec<usize>,
         grads: &mut GradientsParams,
         weighting: Weighting,
-    ) -> Result<InFlight<B>, Error> {
+    ) -> Result<Reduction<B>, Error> {
         let reducer = &mut self.reducer;
         let tensors = positions.iter().map(|&position| {
             let parameter = &reducer.parameters[position];

@@ -20,7 +20,7 @@ use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Float, TensorPrimitive};
+use burn::tensor::Float;
 
 use self::cut::{Blocks, PartCutter, WholeWriter, eager};
 use self::gather::Gatherer;
@@ -327,8 +327,11 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
 
     fn sum_of_squares(&self, grads: &GradientsParams) -> Result<f64, Error> {
         if uses_collective_devices::<B::InnerBackend>() {
-            let of = |parameter: &Parameter<B>| grads.get::<B::InnerBackend, 1>(parameter.id);
-            return sum_of_squares_on_device(self.parameters.iter().filter_map(of).collect());
+            let of = |parameter: &Parameter<B>| {
+                grads.get::<B::InnerBackend, 1>(parameter.id).map(|grad| grad.into_primitive().tensor())
+            };
+            let grads = self.parameters.iter().filter_map(of).collect();
+            return sum_of_squares_on_device::<B::InnerBackend>(grads);
         }
         let mut sum = 0.0;
         for parameter in self.parameters.iter() {
@@ -344,9 +347,9 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     fn scaled(&self, mut grads: GradientsParams, factor: f64) -> GradientsParams {
         for parameter in self.parameters.iter() {
             if let Some(grad) = grads.remove::<B::InnerBackend, 1>(parameter.id) {
-                let scaled = scale_tensor::<B::InnerBackend>(grad.into_primitive().tensor(), parameter.element, factor);
-                let scaled = burn::tensor::Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scaled));
-                grads.register(parameter.id, scaled);
+                let grad = grad.into_primitive().tensor();
+                let scaled = scale_tensor::<B::InnerBackend>(grad, parameter.element, factor);
+                parameter.register(scaled, &mut grads);
             }
         }
         grads

@@ -5,16 +5,15 @@ mod compressed;
 use std::sync::Arc;
 
 use burn::optim::GradientsParams;
+use burn::tensor::TensorData;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 pub(super) use self::compressed::Compressor;
 use self::compressed::Exchange;
 use super::agree::Parameter;
 use super::bucket::{Bucket, BucketOp, Weighting, scale, scale_tensor};
 use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
-use crate::tensor::host::float;
 use bonfire_core::internal::Request;
 use bonfire_core::{Buffer, DType, Error, Group, Operation, Work};
 
@@ -34,7 +33,7 @@ pub(super) struct Reducer<B: AutodiffBackend> {
 }
 
 /// A bucket whose reduction is in flight.
-pub(super) enum InFlight<B: AutodiffBackend> {
+pub(super) enum Reduction<B: AutodiffBackend> {
     /// On the host: its gradients, by position, and the operation. A gradient that is a bucket of its own is empty
     /// meanwhile, because the operation holds its memory.
     Host { gradients: Vec<(usize, TensorData)>, work: Work<Bucket> },
@@ -44,13 +43,13 @@ pub(super) enum InFlight<B: AutodiffBackend> {
     Device { positions: Vec<usize>, pending: PendingTensors<FloatTensor<B::InnerBackend>> },
 }
 
-impl<B: AutodiffBackend> InFlight<B> {
+impl<B: AutodiffBackend> Reduction<B> {
     /// Whether [`Reducer::finish`] would return at once. It is not known of reductions on devices.
     pub fn is_finished(&self) -> bool {
         match self {
-            InFlight::Host { work, .. } => work.is_finished(),
-            InFlight::Compressed { work, .. } => work.is_finished(),
-            InFlight::Device { .. } => false,
+            Reduction::Host { work, .. } => work.is_finished(),
+            Reduction::Compressed { work, .. } => work.is_finished(),
+            Reduction::Device { .. } => false,
         }
     }
 }
@@ -85,21 +84,13 @@ impl<B: AutodiffBackend> Reducer<B> {
         tensor: FloatTensor<B::InnerBackend>,
         weighting: Weighting,
     ) -> FloatTensor<B::InnerBackend> {
-        // f32 is the only carrier that is not the elements' own type.
-        match self.carrier(position, weighting) == self.parameters[position].element {
-            true => tensor,
-            false => B::InnerBackend::float_cast(tensor, FloatDType::F32),
-        }
+        self.parameters[position].widen(tensor, self.carrier(position, weighting))
     }
 
     /// Returns the gradient of a rank that has none, as it is reduced.
     pub fn zeros(&self, position: usize, weighting: Weighting) -> TensorData {
         let parameter = &self.parameters[position];
-        let dtype = match self.carrier(position, weighting) == parameter.element {
-            true => parameter.dtype,
-            false => burn::tensor::DType::F32,
-        };
-        TensorData::full_dtype(parameter.shape.clone(), 0, dtype)
+        TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype_of(self.carrier(position, weighting)))
     }
 
     /// Starts the reduction of a bucket whose gradients, which [`widen`](Self::widen) returned, are taken
@@ -110,7 +101,7 @@ impl<B: AutodiffBackend> Reducer<B> {
         positions: Vec<usize>,
         mut tensors: Vec<FloatTensor<B::InnerBackend>>,
         weighting: Weighting,
-    ) -> Result<InFlight<B>, Error> {
+    ) -> Result<Reduction<B>, Error> {
         let (dtype, factor) = (self.carrier(positions[0], weighting), weighting.factor());
         if factor != 1.0 {
             let scaled = tensors.into_iter().map(|tensor| scale_tensor::<B::InnerBackend>(tensor, dtype, factor));
@@ -118,7 +109,7 @@ impl<B: AutodiffBackend> Reducer<B> {
         }
         let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
         let pending = start_all_reduce::<B::InnerBackend>(&self.group, tensors, request)?;
-        Ok(InFlight::Device { positions, pending })
+        Ok(Reduction::Device { positions, pending })
     }
 
     /// Starts the reduction of a bucket of gradients that were read from [widened](Self::widen) tensors, by position.
@@ -127,7 +118,7 @@ impl<B: AutodiffBackend> Reducer<B> {
         &mut self,
         mut gradients: Vec<(usize, TensorData)>,
         weighting: Weighting,
-    ) -> Result<InFlight<B>, Error> {
+    ) -> Result<Reduction<B>, Error> {
         if let Some(compressor) = &self.compressor {
             let factor = match weighting {
                 Weighting::Equal => 1.0 / self.group.world_size() as f32,
@@ -135,7 +126,7 @@ impl<B: AutodiffBackend> Reducer<B> {
             };
             let exchange = self.exchanges.pop().unwrap_or_default();
             let work = compressor.start(&self.group, gradients, factor, exchange)?;
-            return Ok(InFlight::Compressed { compressor: compressor.clone(), work });
+            return Ok(Reduction::Compressed { compressor: compressor.clone(), work });
         }
         let dtype = self.carrier(gradients[0].0, weighting);
         let mut bucket = self.pack(&mut gradients, dtype)?;
@@ -143,7 +134,7 @@ impl<B: AutodiffBackend> Reducer<B> {
             scale(bucket.bytes(), dtype, weighting.factor());
         }
         let op = BucketOp::AllReduce(weighting.reduction());
-        Ok(InFlight::Host { work: bucket.start(&self.group, dtype, op)?, gradients })
+        Ok(Reduction::Host { work: bucket.start(&self.group, dtype, op)?, gradients })
     }
 
     fn pack(&mut self, gradients: &mut [(usize, TensorData)], dtype: DType) -> Result<Bucket, Error> {
@@ -158,21 +149,21 @@ impl<B: AutodiffBackend> Reducer<B> {
     }
 
     /// Waits for a reduction and adds its results to `results`.
-    pub fn finish(&mut self, in_flight: InFlight<B>, results: &mut GradientsParams) -> Result<(), Error> {
-        let (mut gradients, work) = match in_flight {
-            InFlight::Device { positions, pending } => {
+    pub fn finish(&mut self, reduction: Reduction<B>, results: &mut GradientsParams) -> Result<(), Error> {
+        let (mut gradients, work) = match reduction {
+            Reduction::Device { positions, pending } => {
                 let reduced = positions.into_iter().zip(pending()?);
-                reduced.for_each(|(position, tensor)| self.register(position, tensor, results));
+                reduced.for_each(|(position, tensor)| self.parameters[position].register(tensor, results));
                 return Ok(());
             }
-            InFlight::Compressed { compressor, work } => {
+            Reduction::Compressed { compressor, work } => {
                 let mut exchange = compressor.finish(work)?;
                 let gradients = std::mem::take(&mut exchange.gradients);
                 self.exchanges.push(exchange);
                 self.upload(gradients, results);
                 return Ok(());
             }
-            InFlight::Host { gradients, work } => (gradients, work),
+            Reduction::Host { gradients, work } => (gradients, work),
         };
         match work.wait().map_err(|(error, _)| error)? {
             Bucket::Single(bytes) => gradients[0].1.bytes = bytes,
@@ -211,19 +202,9 @@ impl<B: AutodiffBackend> Reducer<B> {
     /// Adds gradients that are on the host to `results`.
     fn upload(&self, gradients: Vec<(usize, TensorData)>, results: &mut GradientsParams) {
         for (position, data) in gradients {
-            let tensor = B::InnerBackend::float_from_data(data, &self.parameters[position].device);
-            self.register(position, tensor, results);
+            let parameter = &self.parameters[position];
+            parameter.register(B::InnerBackend::float_from_data(data, &parameter.device), results);
         }
-    }
-
-    /// Adds a gradient to `results`, in the element type of its parameter.
-    pub fn register(&self, position: usize, mut tensor: FloatTensor<B::InnerBackend>, results: &mut GradientsParams) {
-        let parameter = &self.parameters[position];
-        if float(tensor.dtype()) != Some(parameter.element) {
-            tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
-        }
-        let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-        results.register(parameter.id, gradient);
     }
 
     /// Removes the results for gradients that no rank had: they were reduced as zeros.

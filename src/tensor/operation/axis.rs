@@ -71,14 +71,18 @@ impl Axis {
         let mut dims = self.shape.to_vec();
         dims[self.dim] = len;
         dims.insert(self.dim, n);
-        let others = (0..dims.len()).filter(|dim| *dim != self.dim);
-        (Shape::from(dims.clone()), std::iter::once(self.dim).chain(others).collect())
+        let order = self.before_others(dims.len());
+        (Shape::from(dims), order)
     }
 
     /// Returns the order of dimensions in which this one is the outermost.
     pub fn front(&self) -> Vec<usize> {
-        let others = (0..self.shape.num_dims()).filter(|dim| *dim != self.dim);
-        std::iter::once(self.dim).chain(others).collect()
+        self.before_others(self.shape.num_dims())
+    }
+
+    /// Returns the order of so many dimensions in which the one at this place comes first.
+    fn before_others(&self, dims: usize) -> Vec<usize> {
+        std::iter::once(self.dim).chain((0..dims).filter(|dim| *dim != self.dim)).collect()
     }
 
     /// Copies the parts of a whole, of these sizes along the dimension, into `parts`, one after the other. `element` is

@@ -9,11 +9,12 @@ use burn::tensor::{Float, Shape, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::layout::{Layout, block_name};
 use super::on_device::{self, Lane};
-use crate::tensor::device::{PendingTensors, uses_collective_devices};
+use crate::tensor::device::uses_collective_devices;
 use crate::tensor::host::{Context, Source, TensorSpec};
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, BucketOp};
-use bonfire_core::{Buffer, DType, Error, Group, Work};
+use crate::train::in_flight::{Elements, InFlight};
+use bonfire_core::{Buffer, DType, Error, Group};
 
 /// Gathers blocks over the ranks that keep their parts.
 pub(super) struct Gatherer<B: AutodiffBackend> {
@@ -24,12 +25,6 @@ pub(super) struct Gatherer<B: AutodiffBackend> {
     pub parameters: Arc<[Parameter<B>]>,
     /// Unused memory for what is gathered.
     memory: Vec<Buffer<u64>>,
-}
-
-/// A gather that was started.
-pub(super) enum Gathering<B: AutodiffBackend> {
-    Host(Work<Bucket>),
-    Device(PendingTensors<FloatTensor<B::InnerBackend>>),
 }
 
 impl<B: AutodiffBackend> Gatherer<B> {
@@ -43,7 +38,7 @@ impl<B: AutodiffBackend> Gatherer<B> {
         &mut self,
         block: usize,
         part: impl Fn(usize) -> Option<FloatTensor<B::InnerBackend>>,
-    ) -> Result<Gathering<B>, Error> {
+    ) -> Result<InFlight<B::InnerBackend>, Error> {
         // Blocks of one size are different calls.
         let request = BucketOp::AllGather.request(DType::U8).part_of(&block_name(block));
         if uses_collective_devices::<B::InnerBackend>() {
@@ -55,7 +50,7 @@ impl<B: AutodiffBackend> Gatherer<B> {
             });
             let parts = places.collect::<Result<_, Error>>()?;
             let lane = Lane { group: &self.lane, layout: &self.layout, parameters: &self.parameters };
-            return on_device::gather(lane, block, request, parts).map(Gathering::Device);
+            return on_device::gather(lane, block, request, parts).map(InFlight::Device);
         }
         let bytes = self.layout.gathered_bytes(block);
         let mut bucket = Bucket::packed(&self.lane, reuse(&mut self.memory, bytes), bytes)?;
@@ -65,7 +60,7 @@ impl<B: AutodiffBackend> Gatherer<B> {
             let own = &mut bucket.bytes()[self.own(position, source.bytes().len())?];
             own.copy_from_slice(source.bytes());
         }
-        bucket.start_request(&self.lane, request).map(Gathering::Host)
+        bucket.start_request(&self.lane, request).map(InFlight::Host)
     }
 
     /// Returns where this rank's part of the parameter at `position` is in what its block gathers. Fails unless it has
@@ -83,11 +78,11 @@ impl<B: AutodiffBackend> Gatherer<B> {
     pub fn finish(
         &mut self,
         block: usize,
-        gathering: Gathering<B>,
+        gathering: InFlight<B::InnerBackend>,
     ) -> Result<Vec<FloatTensor<B::InnerBackend>>, Error> {
-        let mut bucket = match gathering {
-            Gathering::Host(work) => work.wait().map_err(|(error, _)| error)?,
-            Gathering::Device(pending) => return pending(),
+        let mut bucket = match gathering.wait()? {
+            Elements::Host(bucket) => bucket,
+            Elements::Device(wholes) => return Ok(wholes),
         };
         let positions = self.layout.blocks[block].positions.iter();
         let wholes = positions.map(|&position| {

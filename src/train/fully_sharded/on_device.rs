@@ -2,9 +2,9 @@
 //! made. Elements have the same places in what is gathered and reduced as on the host. So where devices stage data in
 //! host memory, ranks may be of both kinds.
 
+use burn::tensor::Shape;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{FloatDType, Shape};
 
 use super::layout::Layout;
 use crate::ranges::Ranges;
@@ -55,7 +55,7 @@ pub(super) fn fill<B: AutodiffBackend>(
     gradient: Option<FloatTensor<B::InnerBackend>>,
     (values, padding): (Ranges, Ranges),
 ) {
-    let zeros = |shape| B::InnerBackend::float_zeros(shape, &parameter.device, dtype(parameter, carrier));
+    let zeros = |shape| B::InnerBackend::float_zeros(shape, &parameter.device, parameter.dtype_of(carrier).into());
     let gradient = match gradient {
         Some(gradient) if factor != 1.0 => scale_tensor::<B::InnerBackend>(gradient, carrier, factor),
         Some(gradient) => gradient,
@@ -88,10 +88,5 @@ pub(super) fn reduce<B: AutodiffBackend>(
 
 /// Returns a tensor without elements, in the place of a parameter's.
 fn like<B: AutodiffBackend>(parameter: &Parameter<B>, carrier: DType) -> FloatTensor<B::InnerBackend> {
-    B::InnerBackend::float_empty(Shape::new([0]), &parameter.device, dtype(parameter, carrier))
-}
-
-/// The type of elements that are reduced as f32 or in their own type.
-fn dtype<B: AutodiffBackend>(parameter: &Parameter<B>, carrier: DType) -> FloatDType {
-    if carrier == parameter.element { parameter.dtype.into() } else { FloatDType::F32 }
+    B::InnerBackend::float_empty(Shape::new([0]), &parameter.device, parameter.dtype_of(carrier).into())
 }

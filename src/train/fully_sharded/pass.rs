@@ -18,13 +18,14 @@ use std::sync::{Arc, Mutex};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 
-use super::gather::{Gatherer, Gathering, nothing};
+use super::gather::{Gatherer, nothing};
 use super::layout::{Part, ROOT};
 use super::order::History;
 use super::scatter::{Scatter, Scatterer};
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::tensor::autodiff::hook::PassStart;
 use crate::train::bucket::Weighting;
+use crate::train::in_flight::InFlight;
 use crate::train::sharded_block::at_end_of_run;
 use crate::train::step_header::{Refused, StepHeader};
 use crate::train::trailer::Problem;
@@ -91,7 +92,7 @@ pub(super) enum Agreement {
 
 pub(super) enum BlockState<B: AutodiffBackend> {
     Freed,
-    InFlight(Gathering<B>),
+    InFlight(InFlight<B::InnerBackend>),
     /// The parameters of the block, in its order. The backward pass takes them.
     Gathered(Vec<Option<FloatTensor<B::InnerBackend>>>),
 }

@@ -6,18 +6,19 @@ use std::sync::Arc;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{Float, FloatDType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn::tensor::{Float, Shape, TensorData, TensorPrimitive};
 
 use super::gather::reuse;
 use super::layout::{Layout, block_name};
 use super::on_device::{self, Lane, Weighted};
 use crate::ranges::Ranges;
-use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
-use crate::tensor::host::{Source, float};
+use crate::tensor::device::{start_all_reduce, uses_collective_devices};
+use crate::tensor::host::Source;
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, BucketOp, BucketTable, Weighting, scale};
+use crate::train::in_flight::{Elements, InFlight};
 use crate::train::schedule::Schedule;
-use bonfire_core::{Buffer, DType, Error, Group, Work};
+use bonfire_core::{Buffer, DType, Error, Group};
 
 /// How many buffers for whole gradients are kept, where they are bounded: one is reduced while another is filled. At
 /// the end of a pass, where no block is gathered again, a third may be in flight.
@@ -43,13 +44,6 @@ enum Filling<B: AutodiffBackend> {
     Device(Vec<(FloatTensor<B::InnerBackend>, Ranges)>),
 }
 
-/// A reduction in flight.
-enum Reduction<B: AutodiffBackend> {
-    Host(Work<Bucket>),
-    /// It returns this rank's part of each gradient.
-    Device(PendingTensors<FloatTensor<B::InnerBackend>>),
-}
-
 /// The gradients of one step.
 pub(super) struct Scatter<B: AutodiffBackend> {
     weighting: Weighting,
@@ -62,8 +56,10 @@ pub(super) struct Scatter<B: AutodiffBackend> {
     filled: Vec<bool>,
     /// The index of the next bucket in `numbers`.
     next: usize,
-    reducing: VecDeque<(usize, Reduction<B>)>,
-    replicating: VecDeque<(usize, Reduction<B>)>,
+    /// Reductions over the ranks that keep the parts, by bucket. On devices they make this rank's part of each gradient.
+    reducing: VecDeque<(usize, InFlight<B::InnerBackend>)>,
+    /// Reductions of these parts over the replicas.
+    replicating: VecDeque<(usize, InFlight<B::InnerBackend>)>,
     pub results: GradientsParams,
 }
 
@@ -108,7 +104,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
     /// whose end burn-autodiff waits for the backward passes of all other threads.
     pub fn bound(&mut self, scatter: &mut Scatter<B>) -> Result<(), Error> {
         let layout = self.layout.clone();
-        let block = |(number, _): &(usize, Reduction<B>)| layout.buckets[*number].block;
+        let block = |(number, _): &(usize, InFlight<B::InnerBackend>)| layout.buckets[*number].block;
         while self.bounded && scatter.reducing.front().map(block) != scatter.reducing.back().map(block) {
             self.finish_oldest(scatter)?;
         }
@@ -150,9 +146,9 @@ impl<B: AutodiffBackend> Scatterer<B> {
             self.finish_oldest(scatter)?;
         }
         while let Some((number, reduction)) = scatter.replicating.pop_front() {
-            match reduction {
-                Reduction::Host(work) => self.register(scatter, number, wait(work)?.bytes()),
-                Reduction::Device(pending) => self.register_tensors(scatter, number, pending()?),
+            match reduction.wait()? {
+                Elements::Host(mut parts) => self.register(scatter, number, parts.bytes()),
+                Elements::Device(parts) => self.register_tensors(scatter, number, parts),
             }
         }
         Ok(())
@@ -167,10 +163,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
     ) -> Result<(), Error> {
         let (number, parameter) = (self.layout.parts[position].bucket, &self.parameters[position]);
         let carrier = scatter.weighting.carrier(parameter.element);
-        let gradient = gradient.map(|gradient| match carrier == parameter.element {
-            true => gradient,
-            false => B::InnerBackend::float_cast(gradient, FloatDType::F32),
-        });
+        let gradient = gradient.map(|gradient| parameter.widen(gradient, carrier));
         let filling = match &mut scatter.filling[number] {
             Some(filling) => filling,
             none if uses_collective_devices::<B::InnerBackend>() => none.insert(Filling::Device(Vec::new())),
@@ -216,11 +209,11 @@ impl<B: AutodiffBackend> Scatterer<B> {
                 if scatter.weighting.factor() != 1.0 {
                     scale(bucket.bytes(), carrier, scatter.weighting.factor());
                 }
-                Reduction::Host(bucket.start_request(&self.lane, request)?)
+                InFlight::Host(bucket.start_request(&self.lane, request)?)
             }
             Some(Filling::Device(tensors)) => {
                 let lane = Lane { group: &self.lane, layout: &self.layout, parameters: &self.parameters };
-                Reduction::Device(on_device::reduce(lane, number, carrier, request, tensors)?)
+                InFlight::Device(on_device::reduce(lane, number, carrier, request, tensors)?)
             }
             None => return Err(Error::broken("reducing gradients", "a bucket was not filled")),
         };
@@ -235,15 +228,14 @@ impl<B: AutodiffBackend> Scatterer<B> {
         let Some((number, oldest)) = scatter.reducing.pop_front() else { return Ok(()) };
         let carrier = self.carrier(number, scatter.weighting);
         let op = BucketOp::AllReduce(scatter.weighting.reduction());
-        let mut whole = match oldest {
-            Reduction::Host(work) => wait(work)?,
-            Reduction::Device(pending) => {
-                let parts = pending()?;
+        let mut whole = match oldest.wait()? {
+            Elements::Host(whole) => whole,
+            Elements::Device(parts) => {
                 if self.replicas.world_size() == 1 {
                     self.register_tensors(scatter, number, parts);
                 } else {
                     let pending = start_all_reduce::<B::InnerBackend>(&self.replicas, parts, op.request(carrier))?;
-                    scatter.replicating.push_back((number, Reduction::Device(pending)));
+                    scatter.replicating.push_back((number, InFlight::Device(pending)));
                 }
                 return Ok(());
             }
@@ -256,7 +248,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
             let mut part = Bucket::packed(&self.replicas, None, bytes)?;
             part.bytes().copy_from_slice(own);
             let work = part.start(&self.replicas, carrier, op)?;
-            scatter.replicating.push_back((number, Reduction::Host(work)));
+            scatter.replicating.push_back((number, InFlight::Host(work)));
         }
         if !self.bounded || self.memory.len() < KEPT {
             self.memory.extend(whole.into_memory());
@@ -271,8 +263,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
             let (parameter, shape) = (&self.parameters[position], &self.layout.parts[position].shape);
             let (part, rest) = parts.split_at(shape.num_elements() * carrier.size());
             parts = rest;
-            let dtype = if carrier == parameter.element { parameter.dtype } else { burn::tensor::DType::F32 };
-            let data = TensorData::from_bytes_vec(part.to_vec(), Shape::clone(shape), dtype);
+            let data = TensorData::from_bytes_vec(part.to_vec(), Shape::clone(shape), parameter.dtype_of(carrier));
             B::InnerBackend::float_from_data(data, &parameter.device)
         });
         let tensors = tensors.collect();
@@ -281,13 +272,8 @@ impl<B: AutodiffBackend> Scatterer<B> {
 
     /// The same of tensors.
     fn register_tensors(&self, scatter: &mut Scatter<B>, number: usize, parts: Vec<FloatTensor<B::InnerBackend>>) {
-        for (&position, mut tensor) in self.layout.buckets[number].positions.iter().zip(parts) {
-            let parameter = &self.parameters[position];
-            if float(tensor.dtype()) != Some(parameter.element) {
-                tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
-            }
-            let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-            scatter.results.register(parameter.id, gradient);
+        for (&position, part) in self.layout.buckets[number].positions.iter().zip(parts) {
+            self.parameters[position].register(part, &mut scatter.results);
         }
     }
 
@@ -295,15 +281,4 @@ impl<B: AutodiffBackend> Scatterer<B> {
     fn carrier(&self, number: usize, weighting: Weighting) -> DType {
         weighting.carrier(self.parameters[self.layout.buckets[number].positions[0]].element)
     }
-}
-
-impl<B: AutodiffBackend> Reduction<B> {
-    /// Whether waiting for it would return at once. It is not known of those on devices.
-    fn is_finished(&self) -> bool {
-        matches!(self, Reduction::Host(work) if work.is_finished())
-    }
-}
-
-fn wait(work: Work<Bucket>) -> Result<Bucket, Error> {
-    work.wait().map_err(|(error, _)| error)
 }

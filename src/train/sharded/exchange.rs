@@ -4,18 +4,20 @@ use std::collections::VecDeque;
 
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::FloatTensor;
+use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{FloatDType, Tensor, TensorData};
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::f16;
 
 use super::layout::{BucketLayout, bytes};
-use super::on_device::{self, OfBucket};
-use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
+use super::on_device::{self, OfBucket, flat};
+use crate::tensor::device::{start_all_reduce, uses_collective_devices};
 use crate::train::agree::{Parameter, all_gather_values};
-use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale, sum_of_squares, sum_of_squares_on_device};
+use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full};
+use crate::train::bucket::{scale, scale_tensor, sum_of_squares, sum_of_squares_on_device};
+use crate::train::in_flight::{Elements, InFlight};
 use crate::train::values::{Flat, Values};
-use bonfire_core::{Buffer, DType, Error, Group, Work};
+use bonfire_core::{Buffer, DType, Error, Group};
 
 /// The groups and the bucket layouts of a sharded optimizer, and memory for the buckets.
 pub(super) struct Shards<B: AutodiffBackend> {
@@ -32,32 +34,9 @@ pub(super) struct Shards<B: AutodiffBackend> {
     pub part_memory: Vec<Buffer<u64>>,
 }
 
-/// The elements of a bucket, or of this rank's part of it.
-pub(super) enum Elements<B: AutodiffBackend> {
-    Host(Bucket),
-    /// On a collective device: a tensor for each span with a gradient that has such elements, in their order.
-    Device(Vec<Flat<B>>),
-}
-
-/// The index of a bucket in the layout, and this rank's part of it.
-pub(super) type NumberedPart<B> = (usize, Elements<B>);
-
-/// An operation on a bucket in flight.
-pub(super) enum InFlight<B: AutodiffBackend> {
-    Host(Work<Bucket>),
-    Device(PendingTensors<FloatTensor<B::InnerBackend>>),
-}
-
-impl<B: AutodiffBackend> InFlight<B> {
-    fn wait(self) -> Result<Elements<B>, Error> {
-        match self {
-            InFlight::Host(work) => work.wait().map(Elements::Host).map_err(|(error, _)| error),
-            InFlight::Device(pending) => {
-                Ok(Elements::Device(pending()?.into_iter().map(on_device::flat::<B>).collect()))
-            }
-        }
-    }
-}
+/// The index of a bucket in the layout, and this rank's part of it: on a collective device, a tensor for each span with
+/// a gradient that has elements in it, in their order.
+pub(super) type NumberedPart<B> = (usize, Elements<<B as AutodiffBackend>::InnerBackend>);
 
 impl<B: AutodiffBackend> Shards<B> {
     /// Reduces the gradients and returns this rank's part of the mean, for each bucket in which a gradient exists.
@@ -105,7 +84,12 @@ impl<B: AutodiffBackend> Shards<B> {
 
     /// Waits for this rank's part of the block's reduction, and starts the reduction over the blocks.
     #[track_caller]
-    fn replicate(&mut self, number: usize, in_flight: InFlight<B>, weighting: Weighting) -> Result<InFlight<B>, Error> {
+    fn replicate(
+        &mut self,
+        number: usize,
+        in_flight: InFlight<B::InnerBackend>,
+        weighting: Weighting,
+    ) -> Result<InFlight<B::InnerBackend>, Error> {
         let BucketLayout { dtype, own, .. } = &self.layout[number];
         let carrier = weighting.carrier(*dtype);
         let op = BucketOp::AllReduce(weighting.reduction());
@@ -118,7 +102,6 @@ impl<B: AutodiffBackend> Shards<B> {
                 part.start(&self.replica_group, carrier, op).map(InFlight::Host)
             }
             Elements::Device(part) => {
-                let part = part.into_iter().map(|tensor| tensor.into_primitive().tensor()).collect();
                 start_all_reduce::<B::InnerBackend>(&self.replica_group, part, op.request(carrier))
                     .map(InFlight::Device)
             }
@@ -126,12 +109,12 @@ impl<B: AutodiffBackend> Shards<B> {
     }
 
     /// Rounds the elements of a part, which are f32, to f16.
-    fn narrow(&mut self, wide: Elements<B>) -> Result<Elements<B>, Error> {
+    fn narrow(&mut self, wide: Elements<B::InnerBackend>) -> Result<Elements<B::InnerBackend>, Error> {
         let mut wide = match wide {
             Elements::Host(wide) => wide,
             Elements::Device(wide) => {
-                let part = wide.into_iter().map(|tensor| tensor.cast(FloatDType::F16)).collect();
-                return Ok(Elements::Device(part));
+                let narrow = |tensor| B::InnerBackend::float_cast(tensor, FloatDType::F16);
+                return Ok(Elements::Device(wide.into_iter().map(narrow).collect()));
             }
         };
         let elements = cast_slice::<u8, f32>(wide.bytes());
@@ -148,8 +131,9 @@ impl<B: AutodiffBackend> Shards<B> {
         let layout = &self.layout[number];
         let mut read = Vec::with_capacity(layout.spans.len());
         for span in &layout.spans {
-            let grad = grads.remove::<B::InnerBackend, 1>(self.parameters[span.position].id);
-            let widened = grad.map(|grad| if carrier == layout.dtype { grad } else { grad.cast(FloatDType::F32) });
+            let parameter = &self.parameters[span.position];
+            let grad = grads.remove::<B::InnerBackend, 1>(parameter.id);
+            let widened = grad.map(|grad| flat::<B>(parameter.widen(grad.into_primitive().tensor(), carrier)));
             let data = widened.map(|grad| grad.try_into_data().map_err(|e| Error::io("reading a gradient", e)));
             read.push(data.transpose()?.map(|data| data.bytes));
         }
@@ -181,7 +165,7 @@ impl<B: AutodiffBackend> Shards<B> {
     pub fn slices(
         &mut self,
         number: usize,
-        part: Elements<B>,
+        part: Elements<B::InnerBackend>,
         exists: &[bool],
         values: &Values<B>,
     ) -> Vec<(usize, Flat<B>, Flat<B>)> {
@@ -193,7 +177,7 @@ impl<B: AutodiffBackend> Shards<B> {
         let mut part = match part {
             Elements::Host(part) => part,
             Elements::Device(part) => {
-                return slices.zip(part).map(|((span, value), grad)| (span.position, value, grad)).collect();
+                return slices.zip(part).map(|((span, value), grad)| (span.position, value, flat::<B>(grad))).collect();
             }
         };
         let begin = bytes(layout.own.clone(), layout.dtype).start;
@@ -212,7 +196,12 @@ impl<B: AutodiffBackend> Shards<B> {
     /// Starts the all-gather of a bucket's parameters in the block. `updated` are the new values of this rank's part,
     /// one for each span with a gradient that has elements in it, in their order.
     #[track_caller]
-    pub fn gather(&mut self, number: usize, exists: &[bool], updated: Vec<Flat<B>>) -> Result<InFlight<B>, Error> {
+    pub fn gather(
+        &mut self,
+        number: usize,
+        exists: &[bool],
+        updated: Vec<Flat<B>>,
+    ) -> Result<InFlight<B::InnerBackend>, Error> {
         if uses_collective_devices::<B::InnerBackend>() {
             return on_device::gather(self.of(number), exists, updated).map(InFlight::Device);
         }
@@ -230,7 +219,7 @@ impl<B: AutodiffBackend> Shards<B> {
     pub fn finish_gather(
         &mut self,
         number: usize,
-        in_flight: InFlight<B>,
+        in_flight: InFlight<B::InnerBackend>,
         exists: &[bool],
         gathered: &mut Values<B>,
     ) -> Result<(), Error> {
@@ -239,7 +228,7 @@ impl<B: AutodiffBackend> Shards<B> {
         let mut whole = match in_flight.wait()? {
             Elements::Host(whole) => whole,
             Elements::Device(values) => {
-                spans.zip(values).for_each(|(span, value)| gathered[span.position] = Some(value));
+                spans.zip(values).for_each(|(span, value)| gathered[span.position] = Some(flat::<B>(value)));
                 return Ok(());
             }
         };
@@ -265,7 +254,7 @@ impl<B: AutodiffBackend> Shards<B> {
                 Elements::Device(part) => on_devices.extend(part.iter().cloned()),
             }
         }
-        own += sum_of_squares_on_device(on_devices)?;
+        own += sum_of_squares_on_device::<B::InnerBackend>(on_devices)?;
         [own] = all_gather_values(&self.replica_group, [own])?[0];
         let norm = all_gather_values(&self.shard_group, [own])?.as_flattened().iter().sum::<f64>().sqrt();
         if norm > max {
@@ -273,7 +262,12 @@ impl<B: AutodiffBackend> Shards<B> {
                 let dtype = self.layout[*number].dtype;
                 match part {
                     Elements::Host(part) => scale(part.bytes(), dtype, max / norm),
-                    Elements::Device(part) => on_device::scale::<B>(part, dtype, max / norm),
+                    Elements::Device(part) => {
+                        let scale = |tensor: &mut _| {
+                            *tensor = scale_tensor::<B::InnerBackend>(Clone::clone(tensor), dtype, max / norm)
+                        };
+                        part.iter_mut().for_each(scale);
+                    }
                 }
             }
         }

@@ -4,14 +4,14 @@
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{FloatDType, Shape, Tensor, TensorPrimitive};
+use burn::tensor::{Shape, Tensor, TensorPrimitive};
 
 use super::layout::{BucketLayout, bytes};
 use crate::tensor::device::{DeviceCall, PendingTensors, Target, TensorKind, start};
 use crate::train::agree::Parameter;
 use crate::train::bucket::{BucketOp, Weighting, scale_tensor};
 use crate::train::values::Flat;
-use bonfire_core::{DType, Error, Group};
+use bonfire_core::{Error, Group};
 
 /// What an operation on a bucket's tensors needs.
 pub(super) struct OfBucket<'a, B: AutodiffBackend> {
@@ -46,8 +46,7 @@ pub(super) fn reduce<B: AutodiffBackend>(
             Some(grad) => grad.reshape([elements]),
             None => Tensor::zeros([elements], (&parameter.device, parameter.dtype)),
         };
-        let grad = if carrier == layout.dtype { grad } else { grad.cast(FloatDType::F32) };
-        let mut grad = primitive::<B>(grad);
+        let mut grad = parameter.widen(primitive::<B>(grad), carrier);
         if weighting.factor() != 1.0 {
             grad = scale_tensor::<B::InnerBackend>(grad, carrier, weighting.factor());
         }
@@ -81,10 +80,4 @@ pub(super) fn gather<B: AutodiffBackend>(
     let (targets, request) = (targets.collect(), BucketOp::AllGather.request(layout.dtype));
     let call = DeviceCall::collective(request, layout.len * layout.dtype.size(), sources, targets);
     start::<B::InnerBackend, _>(group, TensorKind::Float, call)
-}
-
-pub(super) fn scale<B: AutodiffBackend>(tensors: &mut [Flat<B>], dtype: DType, factor: f64) {
-    for tensor in tensors {
-        *tensor = flat::<B>(scale_tensor::<B::InnerBackend>(primitive::<B>(tensor.clone()), dtype, factor));
-    }
 }

@@ -12,7 +12,7 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{TensorData, TensorMetadata, try_read_sync};
 
 use crate::train::bucket::{BucketTable, Weighting, pop_if_full};
-use crate::train::reduction::{InFlight, Reducer};
+use crate::train::reduction::{Reducer, Reduction};
 use crate::train::schedule::Schedule;
 use crate::train::step_header::{Refused, StepHeader};
 use crate::train::trailer::{OPERATION, Problem, Trailer};
@@ -36,7 +36,7 @@ pub(super) struct Pass<B: AutodiffBackend> {
     pub order: Vec<usize>,
     /// Gradients of earlier micro-batches, which are added to those that arrive.
     earlier: GradientsParams,
-    in_flight: VecDeque<InFlight<B>>,
+    in_flight: VecDeque<Reduction<B>>,
     results: GradientsParams,
     problem: Option<Problem>,
     failure: Option<Error>,
@@ -127,7 +127,7 @@ impl<B: AutodiffBackend> Pass<B> {
     fn accept(&mut self, position: usize, gradient: FloatTensor<B::InnerBackend>) {
         if self.reducer.group.world_size() == 1 {
             self.gradients[position] = Gradient::Sent;
-            self.reducer.register(position, gradient, &mut self.results);
+            self.reducer.parameters[position].register(gradient, &mut self.results);
         } else if self.schedule.complete(position) {
             self.gradients[position] = Gradient::Arrived(gradient);
             self.unread.push(position);
@@ -141,7 +141,7 @@ impl<B: AutodiffBackend> Pass<B> {
         }
         let Agreement::Agreed(weighting) = self.agreement else { return Ok(()) };
         self.read(weighting);
-        while self.in_flight.front().is_some_and(InFlight::is_finished) {
+        while self.in_flight.front().is_some_and(Reduction::is_finished) {
             self.finish_oldest()?;
         }
         while let Some(positions) = self.schedule.ready() {
