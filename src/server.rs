@@ -55,8 +55,8 @@
 //! [`Error`] and clears it. In these errors, a rank is a device's position in the sorted list of device
 //! ids.
 //!
-//! If an operation of a [`Group`] on devices fails, [`Transfer::wait`] returns the group's error and the
-//! devices stay usable. Only a GPU that has a fault ([`Error::Gpu`]) needs a new process.
+//! If an operation of a [`Group`] on devices fails, [`Transfer::wait`] or [`Completion::wait`] returns the group's
+//! error and the devices stay usable. Only a GPU that has a fault ([`Error::Gpu`]) needs a new process.
 //!
 //! # Fusion
 //! The backends use fusion, unless the feature `ddp` is on: burn's distributed training uses a gradient on two threads,
@@ -107,7 +107,7 @@ pub use self::compute::{CollectiveServer, Info, LayoutPolicy};
 pub use self::copy::{CopyBetweenDevices, copy};
 pub use self::device::CollectiveDevice;
 use self::engine::{Engine, Route};
-pub use self::exchange::{DeviceCollectives, Transfer};
+pub use self::exchange::{Completion, DeviceCollectives, Transfer};
 pub use self::runtime::CollectiveRuntime;
 pub use self::status::Counters;
 use bonfire_core::{Error, Group};

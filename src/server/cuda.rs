@@ -57,7 +57,7 @@ use self::side::TeamHandle;
 use self::team::Team;
 use super::DeviceTransport;
 use super::download::catch_panic;
-use super::engine::{DeviceOperation, Engine, Route, Rows};
+use super::engine::{DeviceOperation, End, Engine, Route, Rows};
 use super::memory::{PeerBuffer, Span};
 use super::pending::UNFINISHED;
 use super::status::Status;
@@ -96,12 +96,26 @@ struct CudaEngine {
     pending: Vec<SubmittedCall>,
     /// Created on first use.
     copy_stream: Option<CopyStream>,
-    /// What streams wait for before new work: the latest value of each word, with the barrier's number. cubecl's order
-    /// between streams is not enough: it goes by when a tensor's memory was bound, not by when it was written.
-    barriers: Vec<(Order, u64)>,
+    /// What streams wait for before new work, one barrier per word. cubecl's order between streams is not enough: it
+    /// goes by when a tensor's memory was bound, not by when it was written.
+    barriers: Vec<Barrier>,
     barrier_count: u64,
     /// The number of the last barrier that each stream is ordered after.
     entered: HashMap<StreamId, u64>,
+}
+
+/// The latest value of a word that streams wait for.
+struct Barrier {
+    order: Order,
+    number: u64,
+    /// Whether the host knows that the word has this value, if it can.
+    passed: Option<Box<dyn Fn() -> bool + Send>>,
+}
+
+impl Barrier {
+    fn has_passed(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| passed())
+    }
 }
 
 /// A submitted call. It keeps its tensors' memory until new work on any stream is ordered after the call.
@@ -162,10 +176,10 @@ impl CudaEngine {
         Ok(())
     }
 
-    fn add_barrier(&mut self, order: Order) {
-        self.barriers.retain(|(other, _)| other.word != order.word);
+    fn add_barrier(&mut self, order: Order, passed: Option<Box<dyn Fn() -> bool + Send>>) {
+        self.barriers.retain(|other| other.order.word != order.word && !other.has_passed());
         self.barrier_count += 1;
-        self.barriers.push((order, self.barrier_count));
+        self.barriers.push(Barrier { order, number: self.barrier_count, passed });
     }
 }
 
@@ -179,8 +193,8 @@ impl Engine<CudaRuntime> for CudaEngine {
         if before == self.barrier_count {
             return;
         }
-        for (order, _) in self.barriers.iter().filter(|(_, number)| *number > before) {
-            order::await_done(server, *order, stream);
+        for barrier in self.barriers.iter().filter(|barrier| barrier.number > before && !barrier.has_passed()) {
+            order::await_done(server, barrier.order, stream);
         }
         // Threads that have ended leave their streams here. Clearing is harmless: streams only wait once more.
         const STREAMS: usize = 4096;
@@ -225,10 +239,14 @@ impl Engine<CudaRuntime> for CudaEngine {
             ));
         }
         let orders: Vec<Order> = orders.into_iter().map(|(_, order)| order).collect();
-        orders.into_iter().for_each(|order| self.add_barrier(order));
+        orders.into_iter().for_each(|order| self.add_barrier(order, None));
         // Calls of a failed team are kept until `forget` has waited for the team.
         self.pending.retain(|pending| pending.handle.team.failure().is_some());
         outcome
+    }
+
+    fn follow(&mut self, End { word, host, value, limit, passed }: End) {
+        self.add_barrier(Order { word, value, timeout: nanoseconds(limit), host }, Some(passed));
     }
 
     fn lend(
@@ -241,7 +259,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         self.enter(server, stream);
         let timeout = self.status.deadline();
         let (loan, order) = self.copy_stream()?.lend(server, memory, bytes, stream, timeout)?;
-        self.add_barrier(order);
+        self.add_barrier(order, None);
         Ok(loan)
     }
 
@@ -249,7 +267,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         self.enter(server, target.stream);
         let timeout = self.status.deadline();
         let order = self.copy_stream()?.copy(server, loan, rows, target, timeout)?;
-        self.add_barrier(order);
+        self.add_barrier(order, None);
         Ok(())
     }
 
@@ -271,7 +289,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         if let Some(copy_stream) = self.copy_stream.take_if(|copy_stream| copy_stream.has_failed()) {
             words.push(copy_stream.done_word());
         }
-        self.barriers.retain(|(order, _)| !words.contains(&order.word));
+        self.barriers.retain(|barrier| !words.contains(&barrier.order.word));
         self.teams.retain(|_, handle| !failed(handle));
     }
 }

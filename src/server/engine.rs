@@ -54,9 +54,27 @@ pub struct Launch {
 /// Launches an operation at the time that the ranks have agreed on, if they have. Returns when it is in flight here.
 pub type LaunchFn = Box<dyn FnOnce(Option<u64>, &Site, &Deadline) -> Result<InFlight, Error> + Send>;
 
-/// An in-flight operation. The call waits until the device is done with it; its argument returns the group's failure,
-/// if there is one.
-pub type InFlight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
+/// An in-flight operation.
+pub struct InFlight {
+    /// Waits until the operation is on the device's stream, and returns its end there.
+    pub(super) end: Box<dyn Fn() -> Result<End, Error> + Send>,
+    pub(super) wait: WaitFn,
+}
+
+/// Waits until a device is done with an operation. The argument returns the group's failure, if there is one.
+type WaitFn = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
+
+/// The end of an operation, for which streams of its device can wait: a word then has this value or a greater one.
+pub struct End {
+    /// The word's address, and that of the words where a stream reports that it has waited in vain.
+    pub(super) word: u64,
+    pub(super) host: u64,
+    pub(super) value: u64,
+    /// How long a stream waits.
+    pub(super) limit: Duration,
+    /// Whether the operation has ended.
+    pub(super) passed: Box<dyn Fn() -> bool + Send>,
+}
 
 /// How the ranks of a group exchange data without host memory. A rank has one for its device.
 pub trait Route<R: DeviceTransport>: Send + Sync {
@@ -67,7 +85,8 @@ pub trait Route<R: DeviceTransport>: Send + Sync {
     fn messages(&self) -> Option<Messages>;
 
     /// Prepares an operation on the memory as the work queued so far leaves it. Neither sources nor targets may be
-    /// accessed until its [`InFlight`] has returned. `limit` bounds how long a device may wait for another one.
+    /// accessed until it has ended, except by work that [follows](Engine::follow) it. `limit` bounds how long a device
+    /// may wait for another one.
     fn prepare(&self, server: &mut R::Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error>;
 }
 
@@ -91,6 +110,9 @@ pub trait Engine<R: DeviceTransport>: Send {
 
     /// From now on, [`enter`](Engine::enter) orders every stream after all calls so far.
     fn sync(&mut self) -> Result<(), Error>;
+
+    /// From now on, `enter` orders every stream after this end of an operation of a group.
+    fn follow(&mut self, end: End);
 
     /// Exposes the first bytes of some memory to another device, as the work queued so far on the stream leaves them.
     fn lend(

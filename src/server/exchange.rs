@@ -159,7 +159,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
 }
 
 /// A started operation on a device's memory. It runs whether or not [`wait`](Transfer::wait) is called, but its result
-/// is available only after `wait`.
+/// is available only after `wait` or [`follow`](Transfer::follow).
 #[must_use = "the result is there after `wait`"]
 pub struct Transfer<R> {
     wait: WaitFn,
@@ -167,7 +167,36 @@ pub struct Transfer<R> {
 }
 
 /// Waits for a started operation.
-type WaitFn = Box<dyn FnOnce() -> Result<(), Error> + Send>;
+type WaitFn = Box<dyn FnOnce(Until) -> Result<Completion, Error> + Send>;
+
+/// What a call waits for, where a device has a data path of its own.
+#[derive(Clone, Copy, PartialEq)]
+enum Until {
+    /// All ranks have started the operation. Later work on the device waits for its end.
+    Started,
+    Ended,
+}
+
+/// The end of an operation whose result is in use already: see [`Transfer::follow`].
+#[must_use = "`wait` says whether the result is right"]
+pub struct Completion {
+    /// None: it has ended.
+    wait: Option<Box<dyn FnOnce() -> Result<(), Error> + Send>>,
+}
+
+impl Completion {
+    fn ended() -> Completion {
+        Completion { wait: None }
+    }
+
+    /// Waits until the device is done with the operation.
+    ///
+    /// # Errors
+    /// Those of [`Transfer::wait`]. Results of work that has followed the operation are then unspecified, too.
+    pub fn wait(self) -> Result<(), Error> {
+        self.wait.map_or(Ok(()), |wait| wait())
+    }
+}
 
 impl<R: DeviceTransport> Transfer<R> {
     /// Waits for the other ranks, and on CUDA until the device is done. Work queued on the device afterwards, on any
@@ -179,7 +208,21 @@ impl<R: DeviceTransport> Transfer<R> {
     /// until the group is dropped. A result that cannot be written poisons the device instead: see [the module's
     /// page](crate::server#errors).
     pub fn wait(self) -> Result<(), Error> {
-        (self.wait)()
+        (self.wait)(Until::Ended)?.wait()
+    }
+
+    /// As [`wait`](Self::wait), but on CUDA waits for the device no longer than until all ranks have started the
+    /// operation. Work queued on the device afterwards, on any stream, runs after the operation and sees its result.
+    /// So the device need not be idle while the host finds the next work for it.
+    ///
+    /// If a rank or a device fails meanwhile, the target has unspecified contents, and so has what was made of it. Only
+    /// [`Completion::wait`] tells: call it before anything lasts, such as a change of parameters. A rank that waits for
+    /// its device in another way meanwhile may notice such a failure at the deadline only.
+    ///
+    /// # Errors
+    /// Those of [`wait`](Self::wait) that are known before the operation runs on the device.
+    pub fn follow(self) -> Result<Completion, Error> {
+        (self.wait)(Until::Started)
     }
 }
 
@@ -204,7 +247,7 @@ pub(crate) fn start<R: DeviceTransport>(
     let route = R::route(group, client.info().device)?.filter(|route| is_message || route.supports(&call));
     let wait = match route {
         Some(route) if is_message => message::start(device, group, route, job)?,
-        Some(route) => direct::start(&device, group, route, job)?,
+        Some(route) => direct::start(device, group, route, job)?,
         None => staged::start(device, group, job)?,
     };
     Ok(Transfer { wait, runtime: PhantomData })

@@ -130,8 +130,47 @@ pub(crate) enum TensorKind {
     Int,
 }
 
-/// An operation in flight. The call waits for it and returns the tensors that it has made, in the order of the targets.
-pub(crate) type PendingTensors<T> = Box<dyn FnOnce() -> Result<Vec<T>, Error> + Send>;
+/// An operation in flight, and the tensors that it makes, in the order of the targets.
+pub struct PendingTensors<T> {
+    /// None: there is nothing to wait for.
+    transfer: Option<Box<dyn Transfer>>,
+    made: Box<dyn FnOnce() -> Result<Vec<T>, Error> + Send>,
+}
+
+/// Waits until an operation whose tensors are in use already has ended. After an error their contents are unspecified.
+pub(crate) type Completion = Box<dyn FnOnce() -> Result<(), Error> + Send>;
+
+/// The data of an operation in flight.
+trait Transfer: Send {
+    fn wait(self: Box<Self>) -> Result<(), Error>;
+
+    /// Orders all later work on the device after the operation.
+    fn follow(self: Box<Self>) -> Result<Completion, Error>;
+}
+
+impl<T> PendingTensors<T> {
+    /// Waits for the tensors.
+    pub(crate) fn wait(self) -> Result<Vec<T>, Error> {
+        self.transfer.map_or(Ok(()), Transfer::wait)?;
+        (self.made)()
+    }
+
+    /// Returns the tensors once all ranks have started the operation, where its device can wait for the rest. They may
+    /// be used at once. See [`Transfer::follow`](crate::server::Transfer::follow).
+    pub(crate) fn follow(self) -> Result<(Vec<T>, Option<Completion>), Error> {
+        let completion = self.transfer.map(Transfer::follow).transpose()?;
+        Ok(((self.made)()?, completion))
+    }
+
+    /// Returns the same operation with tensors of another form.
+    pub(crate) fn map<U>(self, form: impl Fn(T) -> U + Send + 'static) -> PendingTensors<U>
+    where
+        T: 'static,
+    {
+        let made = self.made;
+        PendingTensors { transfer: self.transfer, made: Box::new(move || Ok(made()?.into_iter().map(form).collect())) }
+    }
+}
 
 /// Starts an operation on tensors of a backend that [uses collective devices](uses_collective_devices).
 #[cfg_attr(

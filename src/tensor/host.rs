@@ -103,7 +103,7 @@ impl<B: Backend> Kind<B> for Float {
         };
         let call = call.map(plain).ok_or_else(not_on_device)?;
         let pending = device::start::<B, _>(group, TensorKind::Float, call)?;
-        Ok(Box::new(|| Ok(pending()?.into_iter().map(TensorPrimitive::Float).collect())))
+        Ok(pending.map(TensorPrimitive::Float))
     }
 }
 

@@ -18,9 +18,9 @@ use std::sync::Arc;
 
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
+use burn::tensor::Float;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::Float;
 
 use self::cut::{Blocks, PartCutter, WholeWriter, eager};
 use self::gather::Gatherer;
@@ -250,7 +250,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         let gatherer = &mut engine.gatherer;
         let mut wholes: HashMap<usize, FloatTensor<B::InnerBackend>> = HashMap::new();
         for block in 0..self.layout.blocks.len() {
-            let gathered = gatherer.start(block, part).and_then(|gathering| gatherer.finish(block, gathering));
+            let gathered = gatherer.start(block, part).and_then(|gathering| gatherer.finish(block, gathering, false));
             let gathered = gathered.map_err(|error| self.main.abandon(gatherer.lane.abandon(error)))?;
             wholes.extend(self.layout.blocks[block].positions.iter().copied().zip(gathered));
         }

@@ -1,10 +1,12 @@
 //! Buckets whose operations are in flight, on the host or on a collective device.
 
+use std::collections::VecDeque;
+
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 
-use super::bucket::Bucket;
-use crate::tensor::device::PendingTensors;
+use super::bucket::{Bucket, WINDOW};
+use crate::tensor::device::{Completion, PendingTensors};
 use bonfire_core::{Error, Work};
 
 /// An operation on a bucket in flight.
@@ -29,7 +31,37 @@ impl<B: Backend> InFlight<B> {
     pub fn wait(self) -> Result<Elements<B>, Error> {
         match self {
             InFlight::Host(work) => work.wait().map(Elements::Host).map_err(|(error, _)| error),
-            InFlight::Device(pending) => pending().map(Elements::Device),
+            InFlight::Device(pending) => pending.wait().map(Elements::Device),
         }
+    }
+
+    /// As [`wait`](Self::wait), but returns tensors on a device that waits for the operation itself.
+    pub fn follow(self, unconfirmed: &mut Unconfirmed) -> Result<Elements<B>, Error> {
+        let InFlight::Device(pending) = self else { return self.wait() };
+        let (tensors, completion) = pending.follow()?;
+        unconfirmed.0.extend(completion);
+        while unconfirmed.0.len() > WINDOW {
+            unconfirmed.confirm_oldest()?;
+        }
+        Ok(Elements::Device(tensors))
+    }
+}
+
+/// Operations whose tensors are in use already. Whether these are right is known once the operations are confirmed,
+/// which must be before anything that lasts is made of them. They keep memory until then, so there are few.
+#[derive(Default)]
+pub(super) struct Unconfirmed(VecDeque<Completion>);
+
+impl Unconfirmed {
+    /// Waits until all operations have ended.
+    pub fn confirm(&mut self) -> Result<(), Error> {
+        while !self.0.is_empty() {
+            self.confirm_oldest()?;
+        }
+        Ok(())
+    }
+
+    fn confirm_oldest(&mut self) -> Result<(), Error> {
+        self.0.pop_front().map_or(Ok(()), |completion| completion())
     }
 }

@@ -152,7 +152,7 @@ impl<B: AutodiffBackend> Reducer<B> {
     pub fn finish(&mut self, reduction: Reduction<B>, results: &mut GradientsParams) -> Result<(), Error> {
         let (mut gradients, work) = match reduction {
             Reduction::Device { positions, pending } => {
-                let reduced = positions.into_iter().zip(pending()?);
+                let reduced = positions.into_iter().zip(pending.wait()?);
                 reduced.for_each(|(position, tensor)| self.parameters[position].register(tensor, results));
                 return Ok(());
             }

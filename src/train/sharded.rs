@@ -36,6 +36,7 @@ use self::exchange::{NumberedPart, Shards};
 use self::layout::layout;
 use super::bucket::{Limits, pop_if_full};
 use super::data_parallel::DataParallel;
+use super::in_flight::Unconfirmed;
 use super::mesh::{DeviceMesh, REPLICATE, SHARD};
 use super::step_header::{AgreedStep, StepHeader};
 use super::values::{Positions, Values, comparison_is_due, digests, positions, values};
@@ -211,6 +212,7 @@ where
             layout,
             bucket_memory: Vec::new(),
             part_memory: Vec::new(),
+            unconfirmed: Unconfirmed::default(),
         };
         let (max_norm, steps, failure) = (None, 0, None);
         Ok(ShardedOptimizer { group, shards, on_devices, optimizer, states, max_norm, steps, failure })
@@ -300,7 +302,9 @@ where
         if let Some(max) = self.max_norm {
             self.shards.clip(&mut parts, max)?;
         }
-        self.update(lr, &exists, &values, parts)
+        let gathered = self.update(lr, &exists, &values, parts)?;
+        self.shards.unconfirmed.confirm()?;
+        Ok(gathered)
     }
 
     /// Updates this rank's slices of the parameters, and gathers the slices of the other ranks.

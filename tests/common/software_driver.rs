@@ -37,6 +37,13 @@ impl SoftwareDriver {
         unsafe { self.0.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"shimLaunches").unwrap()(name.as_ptr()) }
     }
 
+    /// From now on launches of this kernel do not run, and those of the kernel that was held before do.
+    pub fn hold(&self, kernel: &str) {
+        let name = CString::new(kernel).unwrap();
+        // SAFETY: as above.
+        unsafe { self.0.get::<unsafe extern "C" fn(*const c_char)>(b"shimHold").unwrap()(name.as_ptr()) }
+    }
+
     /// The priority of the least urgent stream on which this kernel was launched so far. Smaller numbers come first.
     pub fn least_priority(&self, kernel: &str) -> i32 {
         let (name, symbol) = (CString::new(kernel).unwrap(), b"shimLeastPriority");

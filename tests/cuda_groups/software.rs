@@ -2,6 +2,7 @@
 //! GPUs are connected, and calls of the driver. `scripts/gpu-check` leaves these tests out.
 
 mod faults;
+mod follow;
 mod messages;
 mod order;
 mod paths;

@@ -28,7 +28,7 @@ mod trace;
 mod turn;
 mod workspace;
 
-pub use self::agreed::{Agreed, AgreedOperations, Peers};
+pub use self::agreed::{Agreed, AgreedOperations, Peers, Started};
 pub use self::buffer::{Buffer, zeroed};
 pub use self::builder::{Builder, DEADLINE};
 pub use self::bytes::ByteOperations;

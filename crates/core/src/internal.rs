@@ -1,8 +1,8 @@
 //! Items for the sibling packages beyond the public interface. Nothing here is stable: they pin the exact version.
 //!
 //! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known only at run time.
-//! * [`AgreedOperations`], [`Agreed`], [`Peers`], [`Attachment`]: operations whose data another library moves, and what
-//!   else a layer above does with a group.
+//! * [`AgreedOperations`], [`Agreed`], [`Started`], [`Peers`], [`Attachment`]: operations whose data another library
+//!   moves, and what else a layer above does with a group.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`BySize`]: tables by size, for the path of CUDA collectives.
@@ -17,7 +17,9 @@
 pub mod oracle;
 
 pub use crate::control::invitation::{process_number, random};
-pub use crate::group::{Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, zeroed};
+pub use crate::group::{
+    Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, Started, zeroed,
+};
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::plan::BySize;
 pub use crate::reduce::{Output, reduce_to_all};

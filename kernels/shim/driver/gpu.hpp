@@ -234,6 +234,19 @@ struct Record {
 };
 inline Record &record() { return global<Record>(); }
 
+// The kernel whose launches wait in their streams, as behind other work of a busy GPU.
+struct Held {
+    std::mutex mutex;
+    std::condition_variable released;
+    std::string kernel;
+
+    void wait(const std::string &name) {
+        std::unique_lock<std::mutex> guard(mutex);
+        released.wait(guard, [&] { return kernel != name; });
+    }
+};
+inline Held &held() { return global<Held>(); }
+
 // Whether the driver allocated all of this memory, on a GPU or on the host.
 bool allocated(CUdeviceptr at, u64 bytes);
 

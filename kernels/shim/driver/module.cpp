@@ -116,8 +116,11 @@ CUresult launch(Function &function, const driver::Shape &shape, void *stream, vo
             return CUDA_SUCCESS;
         }
         auto parameters = std::make_shared<Parameters>(function.sizes(), given);
-        auto run = function.own ? run_own : run_other;
-        gpu->submit(found, run(function, shape, parameters));
+        auto run = (function.own ? run_own : run_other)(function, shape, parameters);
+        gpu->submit(found, [run, name = function.name] {
+            driver::held().wait(name);
+            run();
+        });
         return CUDA_SUCCESS;
     });
 }
@@ -200,6 +203,15 @@ API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, void *func
 EXPORTED u64 shimLaunches(const char *kernel) {
     std::lock_guard<std::mutex> guard(driver::record().mutex);
     return driver::record().kernels[kernel].launches;
+}
+
+// From now on launches of this kernel do not run, and those of the kernel held before do. None has an empty name.
+EXPORTED void shimHold(const char *kernel) {
+    {
+        std::lock_guard<std::mutex> guard(driver::held().mutex);
+        driver::held().kernel = kernel;
+    }
+    driver::held().released.notify_all();
 }
 
 // The priority of the least urgent stream on which this kernel was launched so far.

@@ -23,8 +23,9 @@
 //! for [`PATIENCE`] at most.
 //!
 //! # Limits
-//! Messages that NCCL carries have no place in the order: only two ranks know of them. Nor do cubecl's own all-reduces,
-//! whose ranks agree on nothing before they launch.
+//! Messages that NCCL carries have no place in the order: only two ranks know of one, and around a ring of exchanges a
+//! common time would take as many exchanges as there are ranks. Nor do cubecl's own all-reduces, whose ranks agree on
+//! nothing before they launch.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};

@@ -41,6 +41,7 @@ fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
 
 /// Words in host memory that GPUs access at the same address. They are never freed: a kernel that was queued on one of
 /// cubecl's streams may read them at any later time.
+#[derive(Clone)]
 pub(super) struct HostWords(*const AtomicU64, usize);
 
 // SAFETY: the words are atomic.

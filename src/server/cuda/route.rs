@@ -299,10 +299,14 @@ impl Route<CudaRuntime> for GroupRoute {
                 number = team.next_number(local, ready.call)?;
                 team.submit(local, site, deadline, ready).inspect_err(|error| team.fail(error.clone()))?;
             }
-            let flight: InFlight = Box::new(move |group_failure: &dyn Fn() -> Option<Error>| {
-                team.wait_done(local, number, site, &deadline, group_failure)
-            });
-            Ok(flight)
+            let launched = team.clone();
+            Ok(InFlight {
+                end: Box::new(move || {
+                    launched.wait_launched(local, number, &deadline)?;
+                    Ok(launched.end(local, number))
+                }),
+                wait: Box::new(move |group_failure| team.wait_done(local, number, site, &deadline, group_failure)),
+            })
         });
         let propose = |ticket: Arc<Ticket>| Box::new(move || ticket.propose()) as Box<dyn FnOnce() -> u64 + Send>;
         Ok(Launch { propose: proposing.map(propose), run })

@@ -61,6 +61,7 @@ use super::memory::{HostWords, Memory};
 use super::reach::link;
 use super::remote::Remote;
 use crate::server::calls::{Calls, Wait};
+use crate::server::engine::End;
 use crate::server::status::Status;
 use bonfire_core::error::Site;
 use bonfire_core::internal::lock;
@@ -262,6 +263,19 @@ impl Team {
             queue = team_gpu.launched.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
+    }
+
+    /// Returns the end of a group's call that is on the stream of the rank's GPU.
+    pub fn end(&self, local: usize, number: u64) -> End {
+        let (host, done) = (self.host.clone(), HOST_WORDS * self.team_gpu(local).local_ranks[0] + DONE);
+        End {
+            word: self.done_word(local),
+            host: self.host_words(local),
+            value: number,
+            // The call has a timeout of its own, which may start later.
+            limit: self.group.as_ref().map_or(self.timeout(), |group_team| group_team.limit) * 2,
+            passed: Box::new(move || host.load(done) >= number),
+        }
     }
 
     /// Address of the word that holds the number of the last call that is done on this rank's GPU.

@@ -11,30 +11,52 @@ use std::time::Duration;
 
 use cubecl::device_handle::DeviceHandle;
 
-use super::{WaitFn, run_on_device};
+use super::{Completion, Until, WaitFn, run_on_device};
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::download::catch_panic;
-use crate::server::engine::{DeviceOperation, Launch, Route};
+use crate::server::engine::{DeviceOperation, End, InFlight, Launch, Route};
 use crate::server::memory::Span;
 use bonfire_core::error::Site;
-use bonfire_core::internal::AgreedOperations;
+use bonfire_core::internal::{Agreed, AgreedOperations, Started};
 use bonfire_core::{Deadline, Error, Group};
 
 /// Starts the operation. It is launched only after all ranks have called it: no device waits for a missing rank, which
-/// the group reports. The returned function waits until this rank's device is done. An error ends the group.
+/// the group reports. The returned function waits for this rank's device. An error ends the group.
 pub(super) fn start<R: DeviceTransport>(
-    device: &DeviceHandle<CollectiveServer<R>>,
+    device: DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
     let call = job.call;
-    let launch = prepared(device, group, route, job);
+    let launch = prepared(&device, group, route, job);
     let propose = |launch: &mut Launch| launch.propose.take().map(|propose| propose());
     let run = |launch: Launch, time, site: &Site, deadline: &Deadline| (launch.run)(time, site, deadline);
     let agreed = group.start_agreed(call, launch, propose, run)?;
-    Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
+    Ok(waiting(device, agreed))
+}
+
+/// Returns a function that waits for an operation on the device.
+pub(super) fn waiting<R: DeviceTransport>(
+    device: DeviceHandle<CollectiveServer<R>>,
+    agreed: Agreed<InFlight>,
+) -> WaitFn {
+    Box::new(move |until| {
+        let started = agreed.started()?;
+        let wait = |started: Started<InFlight>| started.finish(|flight, group_failure| (flight.wait)(group_failure));
+        if until == Until::Ended {
+            return wait(started).map(|()| Completion::ended());
+        }
+        match started.get().map(|flight| (flight.end)()).transpose() {
+            Ok(end) => end.into_iter().for_each(|end| {
+                device.submit(move |server| server.follow(end));
+                device.flush_queue();
+            }),
+            Err(error) => return started.finish(|_, _| Err(error)).map(|()| Completion::ended()),
+        }
+        Ok(Completion { wait: Some(Box::new(move || wait(started))) })
+    })
 }
 
 /// Prepares the operation on the device's thread. Returns a function that waits for that.
@@ -54,6 +76,12 @@ pub(super) fn prepared<R: DeviceTransport>(
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
+    fn follow(&mut self, end: End) {
+        if let Some(engine) = &mut self.engine {
+            engine.follow(end);
+        }
+    }
+
     fn prepare(&mut self, route: &dyn Route<R>, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
         self.drop_failed_calls();
         if let Some(error) = self.status.failure() {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
 
-use super::direct::prepared;
-use super::{WaitFn, run_on_device};
+use super::direct::{prepared, waiting};
+use super::{Completion, WaitFn, run_on_device};
 use crate::ranges::Ranges;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
@@ -43,22 +43,22 @@ pub(super) fn start<R: DeviceTransport>(
     let directions = (direction(job.peers.to, &job.sources), direction(job.peers.from, &job.targets));
     match route.messages() {
         Some(Messages::Lent(sent)) => lend(device, group, sent, directions, job),
-        Some(Messages::Carried) => carry(&device, group, route, directions, job),
+        Some(Messages::Carried) => carry(device, group, route, directions, job),
         None => Err(Error::broken(job.call.operation.to_string(), "the route carries no messages")),
     }
 }
 
 fn carry<R: DeviceTransport>(
-    device: &DeviceHandle<CollectiveServer<R>>,
+    device: DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
     (outgoing, incoming): (Direction, Direction),
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
-    let launch = prepared(device, group, route, job);
+    let launch = prepared(&device, group, route, job);
     let run = |launch: Launch, _, site: &Site, deadline: &Deadline| (launch.run)(None, site, deadline);
     let agreed = group.start_agreed_message(outgoing, incoming, || Ok((launch()?, 0)), run)?;
-    Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
+    Ok(waiting(device, agreed))
 }
 
 fn lend<R: DeviceTransport>(
@@ -96,5 +96,5 @@ fn lend<R: DeviceTransport>(
         Ok(())
     };
     let agreed = group.start_agreed_message(outgoing, incoming, prepare, run)?;
-    Ok(Box::new(move || agreed.wait(|(), _| Ok(()))))
+    Ok(Box::new(move |_| agreed.wait(|(), _| Ok(())).map(|()| Completion::ended())))
 }

@@ -3,7 +3,7 @@
 use cubecl::bytes::Bytes;
 use cubecl::device_handle::DeviceHandle;
 
-use super::{WaitFn, run_on_device};
+use super::{Completion, WaitFn, run_on_device};
 use crate::pool;
 use crate::ranges::Ranges;
 use crate::server::DeviceTransport;
@@ -33,7 +33,7 @@ pub(super) fn start<R: DeviceTransport>(
         }
         Ok(&mut memory[..])
     })?;
-    Ok(Box::new(move || {
+    Ok(Box::new(move |_| {
         let memory = shared(work.wait().map_err(|(error, _)| error)?);
         let part = |ranges: Ranges| match ranges.single() {
             Some(range) => writable(memory.slice(range)),
@@ -51,6 +51,6 @@ pub(super) fn start<R: DeviceTransport>(
             });
             device.flush_queue();
         }
-        Ok(())
+        Ok(Completion::ended())
     }))
 }

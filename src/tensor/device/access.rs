@@ -15,7 +15,7 @@ use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 use cubecl::Runtime;
 use cubecl::client::ComputeClient;
 
-use super::{DeviceCall, PendingTensors, Target, TensorKind};
+use super::{Completion, DeviceCall, PendingTensors, Target, TensorKind, Transfer};
 use crate::server::{CollectiveRuntime, DeviceTransport, exchange};
 use bonfire_core::{Error, Group};
 
@@ -59,13 +59,24 @@ impl<R: DeviceTransport> DeviceAccess<R> {
             results.push((origin, Plain::new_contiguous(client.clone(), device, shape, memory, dtype)));
             place = place.or(Some(client));
         }
-        let Some(client) = place else { return Ok(Box::new(|| Ok(Vec::new()))) };
+        let Some(client) = place else {
+            return Ok(PendingTensors { transfer: None, made: Box::new(|| Ok(Vec::new())) });
+        };
         let call = request.call(bytes / request.dtype().size());
         let transfer = exchange::start(&client, group, (call, peers), read, written)?;
-        Ok(Box::new(move || {
-            transfer.wait()?;
-            results.into_iter().map(|(origin, tensor)| origin.restore(tensor)).collect()
-        }))
+        let made = || results.into_iter().map(|(origin, tensor)| origin.restore(tensor)).collect();
+        Ok(PendingTensors { transfer: Some(Box::new(transfer)), made: Box::new(made) })
+    }
+}
+
+impl<R: DeviceTransport> Transfer for exchange::Transfer<R> {
+    fn wait(self: Box<Self>) -> Result<(), Error> {
+        (*self).wait()
+    }
+
+    fn follow(self: Box<Self>) -> Result<Completion, Error> {
+        let completion = (*self).follow()?;
+        Ok(Box::new(|| completion.wait()))
     }
 }
 

@@ -69,12 +69,12 @@ fn give<B: Backend, K: Kind<B>>(
     (source, read): (K::Primitive, Range<usize>),
 ) -> Result<(), Error> {
     let sources = vec![(source, read.into())];
-    K::start_on_device(group, DeviceCall::collective(request, bytes, sources, Vec::new()))?().map(drop)
+    K::start_on_device(group, DeviceCall::collective(request, bytes, sources, Vec::new()))?.wait().map(drop)
 }
 
 fn finish<B: Backend, K: Kind<B>>(group: &Group, call: DeviceCall<K::Primitive>) -> Result<K::Primitive, Error> {
     let missing = || Error::broken("an operation on a device", "the device returned no result");
-    K::start_on_device(group, call)?()?.pop().ok_or_else(missing)
+    K::start_on_device(group, call)?.wait()?.pop().ok_or_else(missing)
 }
 
 pub(super) fn all_reduce<B: Backend, K: Kind<B>>(
@@ -216,7 +216,7 @@ pub(super) fn send<B: Backend, K: Kind<B>>(
     let request = Request::new(Operation::Send, dtype).shape(&shape);
     let peers = Peers { to: Some(to), from: None };
     let call = DeviceCall { request, bytes, sources: vec![(tensor, (0..bytes).into())], targets: Vec::new(), peers };
-    K::start_on_device(group, call)?().map(drop)
+    K::start_on_device(group, call)?.wait().map(drop)
 }
 
 /// Receives a tensor of this shape, on the device and in the element type of `like`.

@@ -35,10 +35,12 @@ impl<B: CollectiveBackend> Pass<B> {
         let mut value = self.take(block, index);
         if value.is_none() {
             self.start_planned(block, 0)?;
+            let mut another = false;
             if let Some(backward) = &mut self.backward {
                 self.engine.scatterer.bound(&mut backward.scatter)?;
+                another = backward.plan.last() != Some(&block);
             }
-            self.gather(block)?;
+            self.gather(block, another)?;
             self.counts.backward += 1;
             value = self.take(block, index);
         }
@@ -150,6 +152,7 @@ impl<B: CollectiveBackend> Pass<B> {
             self.engine.scatterer.finish(&mut backward.scatter)?;
             gradients = backward.scatter.results;
         }
+        self.engine.gatherer.unconfirmed.confirm()?;
         end.wait().map_err(|(error, _)| error)?;
         let all = trailer.wait().map_err(|(error, _)| error)?;
         let trailers = match Trailer::evaluate(&all, main.world_size(), &self.engine.gatherer.parameters) {
@@ -169,7 +172,7 @@ impl<B: CollectiveBackend> Pass<B> {
     pub fn serve_forward(&mut self) {
         while let Some(block) = self.engine.history.next(&self.forward) {
             let served = self.agree().and_then(|agreed| match agreed {
-                Some(_) => self.gather(block),
+                Some(_) => self.gather(block, false),
                 None => Ok(()),
             });
             if let Err(error) = served {
@@ -190,7 +193,7 @@ impl<B: CollectiveBackend> Pass<B> {
         for block in self.plan() {
             self.start_planned(block, 0)?;
             if !matches!(self.blocks[block], BlockState::Gathered(_)) {
-                self.gather(block)?;
+                self.gather(block, false)?;
             }
             self.blocks[block] = BlockState::Freed;
             self.needed[block] = true;

@@ -13,7 +13,7 @@ use crate::tensor::device::uses_collective_devices;
 use crate::tensor::host::{Context, Source, TensorSpec};
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, BucketOp};
-use crate::train::in_flight::{Elements, InFlight};
+use crate::train::in_flight::{Elements, InFlight, Unconfirmed};
 use bonfire_core::{Buffer, DType, Error, Group};
 
 /// Gathers blocks over the ranks that keep their parts.
@@ -23,13 +23,15 @@ pub(super) struct Gatherer<B: AutodiffBackend> {
     pub layout: Arc<Layout>,
     /// By position.
     pub parameters: Arc<[Parameter<B>]>,
+    /// The gathers whose parameters are in use already.
+    pub unconfirmed: Unconfirmed,
     /// Unused memory for what is gathered.
     memory: Vec<Buffer<u64>>,
 }
 
 impl<B: AutodiffBackend> Gatherer<B> {
     pub fn new(lane: Group, layout: Arc<Layout>, parameters: Arc<[Parameter<B>]>) -> Gatherer<B> {
-        Gatherer { lane, layout, parameters, memory: Vec::new() }
+        Gatherer { lane, layout, parameters, unconfirmed: Unconfirmed::default(), memory: Vec::new() }
     }
 
     /// Starts to gather a block. `part` returns this rank's part of the parameter at a position, if it has it. The
@@ -74,13 +76,18 @@ impl<B: AutodiffBackend> Gatherer<B> {
         Err(Error::broken("gathering parameters", format!("the part of `{path}` has changed")))
     }
 
-    /// Waits for a gather and returns the parameters of the block, in its order.
+    /// Waits for a gather and returns the parameters of the block, in its order. If the pass will gather `another`
+    /// block after it, the device waits instead, and the host only for the gather before: it is one block ahead of the
+    /// device. So when a program waits for the device after a pass, to print a loss, all gathers are confirmed.
     pub fn finish(
         &mut self,
         block: usize,
         gathering: InFlight<B::InnerBackend>,
+        another: bool,
     ) -> Result<Vec<FloatTensor<B::InnerBackend>>, Error> {
-        let mut bucket = match gathering.wait()? {
+        self.unconfirmed.confirm()?;
+        let gathered = if another { gathering.follow(&mut self.unconfirmed)? } else { gathering.wait()? };
+        let mut bucket = match gathered {
             Elements::Host(bucket) => bucket,
             Elements::Device(wholes) => return Ok(wholes),
         };
@@ -169,7 +176,7 @@ mod tests {
         for _ in 0..2 {
             let part = |position: usize| Some(Tensor::<Flex, 2>::clone(&values[position]).into_primitive().tensor());
             let gathering = gatherer.start(0, part).unwrap();
-            let wholes = gatherer.finish(0, gathering).unwrap();
+            let wholes = gatherer.finish(0, gathering, false).unwrap();
             for (whole, value) in wholes.into_iter().zip(&values) {
                 let whole = Tensor::<Flex, 2>::from_primitive(TensorPrimitive::Float(whole));
                 assert_eq!(whole.into_data(), value.to_data());

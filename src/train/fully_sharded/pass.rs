@@ -210,7 +210,8 @@ impl<B: CollectiveBackend> Pass<B> {
     }
 
     fn gather_for_forward(&mut self, block: usize, shared: &Shared<B>) -> Result<(), Error> {
-        self.gather(block)?;
+        let gathered = [&self.forward[..], &[block]].concat();
+        self.gather(block, self.engine.history.next(&gathered).is_some())?;
         self.counts.forward += 1;
         if self.backward.is_none() {
             self.forward.push(block);
@@ -275,14 +276,14 @@ impl<B: CollectiveBackend> Pass<B> {
         Ok(())
     }
 
-    /// Gathers a block and waits for it.
-    pub fn gather(&mut self, block: usize) -> Result<(), Error> {
+    /// Gathers a block and waits for it. `another`: see [`Gatherer::finish`].
+    pub fn gather(&mut self, block: usize, another: bool) -> Result<(), Error> {
         if !matches!(self.blocks[block], BlockState::InFlight(_)) {
             self.blocks[block] = BlockState::Freed;
         }
         self.start(block)?;
         if let BlockState::InFlight(gathering) = replace(&mut self.blocks[block], BlockState::Freed) {
-            let values = self.engine.gatherer.finish(block, gathering)?;
+            let values = self.engine.gatherer.finish(block, gathering, another)?;
             self.blocks[block] = BlockState::Gathered(values.into_iter().map(Some).collect());
         }
         Ok(())

@@ -56,7 +56,8 @@ pub(super) struct Scatter<B: AutodiffBackend> {
     filled: Vec<bool>,
     /// The index of the next bucket in `numbers`.
     next: usize,
-    /// Reductions over the ranks that keep the parts, by bucket. On devices they make this rank's part of each gradient.
+    /// Reductions over the ranks that keep the parts, by bucket. On devices they make this rank's part of each
+    /// gradient.
     reducing: VecDeque<(usize, InFlight<B::InnerBackend>)>,
     /// Reductions of these parts over the replicas.
     replicating: VecDeque<(usize, InFlight<B::InnerBackend>)>,

@@ -15,7 +15,7 @@ use crate::tensor::device::{start_all_reduce, uses_collective_devices};
 use crate::train::agree::{Parameter, all_gather_values};
 use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full};
 use crate::train::bucket::{scale, scale_tensor, sum_of_squares, sum_of_squares_on_device};
-use crate::train::in_flight::{Elements, InFlight};
+use crate::train::in_flight::{Elements, InFlight, Unconfirmed};
 use crate::train::values::{Flat, Values};
 use bonfire_core::{Buffer, DType, Error, Group};
 
@@ -32,6 +32,8 @@ pub(super) struct Shards<B: AutodiffBackend> {
     pub bucket_memory: Vec<Buffer<u64>>,
     /// Unused memory for this rank's parts of buckets.
     pub part_memory: Vec<Buffer<u64>>,
+    /// The operations of this step whose tensors are in use already.
+    pub unconfirmed: Unconfirmed,
 }
 
 /// The index of a bucket in the layout, and this rank's part of it: on a collective device, a tensor for each span with
@@ -75,7 +77,7 @@ impl<B: AutodiffBackend> Shards<B> {
         }
         let mut parts = Vec::with_capacity(replicating.len());
         for (number, in_flight) in replicating {
-            let (part, dtype) = (in_flight.wait()?, self.layout[number].dtype);
+            let (part, dtype) = (in_flight.follow(&mut self.unconfirmed)?, self.layout[number].dtype);
             let part = if weighting.carrier(dtype) == dtype { part } else { self.narrow(part)? };
             parts.push((number, part));
         }
@@ -90,10 +92,11 @@ impl<B: AutodiffBackend> Shards<B> {
         in_flight: InFlight<B::InnerBackend>,
         weighting: Weighting,
     ) -> Result<InFlight<B::InnerBackend>, Error> {
+        let reduced = in_flight.follow(&mut self.unconfirmed)?;
         let BucketLayout { dtype, own, .. } = &self.layout[number];
         let carrier = weighting.carrier(*dtype);
         let op = BucketOp::AllReduce(weighting.reduction());
-        match in_flight.wait()? {
+        match reduced {
             Elements::Host(mut whole) => {
                 let own = &whole.bytes()[bytes(own.clone(), carrier)];
                 let mut part = Bucket::packed(&self.replica_group, self.part_memory.pop(), own.len())?;
@@ -223,9 +226,10 @@ impl<B: AutodiffBackend> Shards<B> {
         exists: &[bool],
         gathered: &mut Values<B>,
     ) -> Result<(), Error> {
+        let gathering = in_flight.follow(&mut self.unconfirmed)?;
         let layout = &self.layout[number];
         let spans = layout.spans.iter().filter(|span| exists[span.position]);
-        let mut whole = match in_flight.wait()? {
+        let mut whole = match gathering {
             Elements::Host(whole) => whole,
             Elements::Device(values) => {
                 spans.zip(values).for_each(|(span, value)| gathered[span.position] = Some(flat::<B>(value)));
@@ -246,7 +250,8 @@ impl<B: AutodiffBackend> Shards<B> {
     /// because the parts of a block do not overlap. All ranks get bit-identical norms: the sums of the first block are
     /// used, because devices may add the same elements in different orders, and they are added in rank order.
     #[track_caller]
-    pub fn clip(&self, parts: &mut [NumberedPart<B>], max: f64) -> Result<(), Error> {
+    pub fn clip(&mut self, parts: &mut [NumberedPart<B>], max: f64) -> Result<(), Error> {
+        self.unconfirmed.confirm()?;
         let (mut own, mut on_devices) = (0.0, Vec::new());
         for (number, part) in parts.iter_mut() {
             match part {

@@ -104,7 +104,7 @@ fn measure<B: Backend>(group: &Group, leader: usize, device: Option<&B::Device>)
         fastest(group, || {
             let request = BucketOp::AllReduce(ReduceOp::Sum).request(DType::F32);
             let pending = start_all_reduce::<B>(group, vec![tensor.clone()], request)?;
-            pending()?.into_iter().for_each(|reduced| tensor = reduced);
+            pending.wait()?.into_iter().for_each(|reduced| tensor = reduced);
             Ok(())
         })
     };

@@ -101,10 +101,34 @@ pub struct Agreed<T> {
 }
 
 impl<T> Agreed<T> {
-    /// Waits until all ranks have called it and `run` has returned on this rank, then calls `finish` with the result of
-    /// `run`. `finish` may ask for failures that the operation may not survive. Its error poisons the group.
+    /// Waits until all ranks have called it and `run` has returned on this rank.
+    pub fn started(self) -> Result<Started<T>, Error> {
+        let started = self.work.wait().map_err(|(error, _)| error)?;
+        Ok(Started { started, core: self.core })
+    }
+
+    /// Waits as [`started`](Self::started) does, then [finishes](Started::finish).
     pub fn wait(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
-        let Some((started, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
+        self.started()?.finish(finish)
+    }
+}
+
+/// An operation that all ranks have called, and this one has started.
+pub struct Started<T> {
+    started: Option<(T, Site, Deadline)>,
+    core: Arc<Core>,
+}
+
+impl<T> Started<T> {
+    /// Returns what `run` has returned.
+    pub fn get(&self) -> Option<&T> {
+        self.started.as_ref().map(|(started, ..)| started)
+    }
+
+    /// Calls `finish` with the result of `run`. It may ask for failures that the operation may not survive. Its error
+    /// poisons the group.
+    pub fn finish(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
+        let Some((started, site, deadline)) = self.started else { return Ok(()) };
         let outcome = finish(started, &|| self.core.known_failure(site, &deadline));
         outcome.map_err(|error| match site.call.operation.is_collective() {
             true => self.core.abort_after(error, site.sequence),

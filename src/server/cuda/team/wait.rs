@@ -1,11 +1,10 @@
 //! How a group waits for its calls in flight, and the memory that these keep.
 //!
-//! # Why the host waits
-//! An earlier form returned when the call was launched and let the device's streams wait, as `sync_collective` does.
-//! That hides some microseconds per step, and breaks what a group promises: a program that waits for a gradient would
-//! go on with one that a peer's death has cut short, and learn of it some steps later from a poisoned device. Ranks
-//! that continue without the lost one would have taken different steps. Now an operation that `wait` has returned from
-//! is done, an error is the group's, and devices stay usable.
+//! # When the host waits
+//! A program that goes on with a gradient which a peer's death has cut short would learn of it later, and ranks that
+//! continue without the lost one would have taken different steps. So an operation that `wait` has returned from is
+//! done. Within a step the device's streams wait instead (`follow`), as after `sync_collective`, and the host waits at
+//! the end of the step, before anything lasts. In both cases an error is the group's, and devices stay usable.
 //!
 //! While it waits, the host polls the kernels' reports, NCCL's asynchronous error, the group's failures and, once the
 //! wait is long, the state of the streams: after a fault nothing on that GPU reports or ends, and its peers' kernels
