@@ -69,7 +69,7 @@ fn all_reduce_on_eight_devices() {
 }
 
 /// Every length up to several multiples of the widths of all vectors: 20,960 calls. `BONFIRE_TEST_LENGTHS` is how many
-/// lengths to take instead, for memcheck.
+/// lengths to take instead, for memcheck and for GPUs in software.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn all_reduce_of_all_short_lengths() {

@@ -37,8 +37,8 @@ fn device(first: u8, rank: usize) -> WgpuDevice {
 
 #[test]
 fn every_operation_matches_the_host_with_1_2_3_and_5_devices() {
-    for (kind, first) in [(Kind::Threads, 0), (Kind::Tcp, 5)] {
-        for n in [1, 2, 3, 5] {
+    for (kind, first, worlds) in [(Kind::Threads, 0, &[1, 2, 3, 5][..]), (Kind::Tcp, 5, &[3])] {
+        for n in worlds.iter().copied() {
             run_ranks(kind, n, move |group| {
                 let mut client = Collective::client(&device(first, group.rank()));
                 for stream in [1 << 40, 1 << 41] {

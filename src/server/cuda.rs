@@ -246,7 +246,13 @@ impl Engine<CudaRuntime> for CudaEngine {
     }
 
     fn follow(&mut self, End { word, host, value, limit, passed }: End) {
-        self.add_barrier(Order { word, value, timeout: nanoseconds(limit), host }, Some(passed));
+        // Operations may be followed in any order.
+        let later = |other: &Barrier| other.order.word == word && other.order.value >= value;
+        if !self.barriers.iter().any(later) {
+            // The operation has the timeout itself, which may start later.
+            let order = Order { word, value, timeout: 2 * nanoseconds(limit), host };
+            self.add_barrier(order, Some(passed));
+        }
     }
 
     fn lend(

@@ -70,7 +70,7 @@ pub struct End {
     pub(super) word: u64,
     pub(super) host: u64,
     pub(super) value: u64,
-    /// How long a stream waits.
+    /// How long the operation may wait for other devices.
     pub(super) limit: Duration,
     /// Whether the operation has ended.
     pub(super) passed: Box<dyn Fn() -> bool + Send>,
@@ -96,8 +96,8 @@ pub trait Engine<R: DeviceTransport>: Send {
     /// Whether the engine connects these sorted devices. The answer is the same on all of them and never changes.
     fn takes(&mut self, devices: &[DeviceId]) -> bool;
 
-    /// Called before anything is enqueued on a stream of the inner server. Orders the stream as earlier calls of `sync`
-    /// and `copy` require.
+    /// Called before anything is enqueued on a stream of the inner server. Orders the stream as earlier calls of
+    /// `sync`, `follow`, `lend` and `copy` require.
     fn enter(&mut self, server: &mut R::Server, stream: StreamId);
 
     /// Queues an all-reduce between these devices, which are sorted. Neither source nor target may be accessed before

@@ -26,8 +26,8 @@ use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 ///
 /// Each operation reads what was queued before it on the source's stream and returns at once. [`Transfer::wait`] waits
 /// for the other ranks on the caller's thread, so the device continues meanwhile. Sources are not changed. Source and
-/// target may be the same memory, whose content is then replaced. Until `wait` has returned, neither may be written to,
-/// and the target must not be read.
+/// target may be the same memory, whose content is then replaced. Until `wait` or [`follow`](Transfer::follow) has
+/// returned, neither may be written to, and the target must not be read.
 ///
 /// Data goes through host memory, one copy from the device and one to it, except on CUDA. There a rank uses one device
 /// per group, and its first operation waits for the other ranks: see [the module's page](crate::server#cuda).
@@ -35,7 +35,8 @@ use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 /// # Errors
 /// [`Error::InvalidArgument`] if sizes do not match or are not whole elements, if `root` is not a rank, or on CUDA if
 /// this rank used another device in this group before; the group remains usable. On CUDA, the first operation also
-/// returns why the ranks cannot agree on a path, which poisons the group. [`Transfer::wait`] returns all later errors.
+/// returns why the ranks cannot agree on a path, which poisons the group. [`Transfer::wait`], or `follow` and
+/// [`Completion::wait`], return all later errors.
 pub trait DeviceCollectives<R: DeviceTransport> {
     /// Starts `call` on this memory.
     #[doc(hidden)]
@@ -160,7 +161,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
 
 /// A started operation on a device's memory. It runs whether or not [`wait`](Transfer::wait) is called, but its result
 /// is available only after `wait` or [`follow`](Transfer::follow).
-#[must_use = "the result is there after `wait`"]
+#[must_use = "the result is there after `wait` or `follow`"]
 pub struct Transfer<R> {
     wait: WaitFn,
     runtime: PhantomData<fn() -> R>,
@@ -172,12 +173,13 @@ type WaitFn = Box<dyn FnOnce(Until) -> Result<Completion, Error> + Send>;
 /// What a call waits for, where a device has a data path of its own.
 #[derive(Clone, Copy, PartialEq)]
 enum Until {
-    /// All ranks have started the operation. Later work on the device waits for its end.
-    Started,
+    /// The operation is launched. Later work on the device waits for its end.
+    Launched,
     Ended,
 }
 
-/// The end of an operation whose result is in use already: see [`Transfer::follow`].
+/// The end of an operation whose result is in use already: see [`Transfer::follow`]. If it is dropped, nothing tells
+/// whether the result was right.
 #[must_use = "`wait` says whether the result is right"]
 pub struct Completion {
     /// None: it has ended.
@@ -211,18 +213,18 @@ impl<R: DeviceTransport> Transfer<R> {
         (self.wait)(Until::Ended)?.wait()
     }
 
-    /// As [`wait`](Self::wait), but on CUDA waits for the device no longer than until all ranks have started the
-    /// operation. Work queued on the device afterwards, on any stream, runs after the operation and sees its result.
-    /// So the device need not be idle while the host finds the next work for it.
+    /// Returns once all ranks have called the operation and it is launched here. Work queued on this device afterwards,
+    /// on any stream, runs after the operation and sees its result. So the device need not be idle while the host finds
+    /// the next work for it. Where data goes through host memory, this is the same as [`wait`](Self::wait).
     ///
     /// If a rank or a device fails meanwhile, the target has unspecified contents, and so has what was made of it. Only
-    /// [`Completion::wait`] tells: call it before anything lasts, such as a change of parameters. A rank that waits for
-    /// its device in another way meanwhile may notice such a failure at the deadline only.
+    /// [`Completion::wait`] tells: call it before anything lasts, such as a change of parameters. A program that waits
+    /// for its device otherwise meanwhile, to read a tensor for example, learns of a lost rank at the deadline only.
     ///
     /// # Errors
     /// Those of [`wait`](Self::wait) that are known before the operation runs on the device.
     pub fn follow(self) -> Result<Completion, Error> {
-        (self.wait)(Until::Started)
+        (self.wait)(Until::Launched)
     }
 }
 

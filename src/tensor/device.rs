@@ -155,8 +155,8 @@ impl<T> PendingTensors<T> {
         (self.made)()
     }
 
-    /// Returns the tensors once all ranks have started the operation, where its device can wait for the rest. They may
-    /// be used at once. See [`Transfer::follow`](crate::server::Transfer::follow).
+    /// Returns the tensors once the operation is launched, where its device can wait for the rest. They may be used at
+    /// once. See [`Transfer::follow`](crate::server::Transfer::follow).
     pub(crate) fn follow(self) -> Result<(Vec<T>, Option<Completion>), Error> {
         let completion = self.transfer.map(Transfer::follow).transpose()?;
         Ok(((self.made)()?, completion))

@@ -42,7 +42,7 @@ impl Limits {
 pub(crate) type BucketTable = Arc<[Vec<usize>]>;
 
 /// Buckets in flight at a time: one is reduced, the next is packed, the previous is unpacked.
-pub(crate) const WINDOW: usize = 3;
+const WINDOW: usize = 3;
 
 /// Removes the oldest bucket in flight if the window is full: it must be finished before another one is started.
 pub(crate) fn pop_if_full<T>(in_flight: &mut VecDeque<T>) -> Option<T> {

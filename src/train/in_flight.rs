@@ -1,11 +1,9 @@
 //! Buckets whose operations are in flight, on the host or on a collective device.
 
-use std::collections::VecDeque;
-
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 
-use super::bucket::{Bucket, WINDOW};
+use super::bucket::Bucket;
 use crate::tensor::device::{Completion, PendingTensors};
 use bonfire_core::{Error, Work};
 
@@ -35,33 +33,26 @@ impl<B: Backend> InFlight<B> {
         }
     }
 
-    /// As [`wait`](Self::wait), but returns tensors on a device that waits for the operation itself.
+    /// As [`wait`](Self::wait), but returns tensors on a device that waits for the operation itself, and waits for the
+    /// operation before it. So while the device works, the host finds the next work for it. The operation before comes
+    /// first: only who waits for it learns of a peer that was lost in it.
     pub fn follow(self, unconfirmed: &mut Unconfirmed) -> Result<Elements<B>, Error> {
+        unconfirmed.confirm()?;
         let InFlight::Device(pending) = self else { return self.wait() };
         let (tensors, completion) = pending.follow()?;
-        unconfirmed.0.extend(completion);
-        while unconfirmed.0.len() > WINDOW {
-            unconfirmed.confirm_oldest()?;
-        }
+        unconfirmed.0 = completion;
         Ok(Elements::Device(tensors))
     }
 }
 
-/// Operations whose tensors are in use already. Whether these are right is known once the operations are confirmed,
-/// which must be before anything that lasts is made of them. They keep memory until then, so there are few.
+/// An operation whose tensors are in use already. Whether they are right is known once it is confirmed, which must be
+/// before anything that lasts is made of them.
 #[derive(Default)]
-pub(super) struct Unconfirmed(VecDeque<Completion>);
+pub(super) struct Unconfirmed(Option<Completion>);
 
 impl Unconfirmed {
-    /// Waits until all operations have ended.
+    /// Waits until the operation has ended.
     pub fn confirm(&mut self) -> Result<(), Error> {
-        while !self.0.is_empty() {
-            self.confirm_oldest()?;
-        }
-        Ok(())
-    }
-
-    fn confirm_oldest(&mut self) -> Result<(), Error> {
-        self.0.pop_front().map_or(Ok(()), |completion| completion())
+        self.0.take().map_or(Ok(()), |completion| completion())
     }
 }

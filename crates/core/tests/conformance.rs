@@ -29,7 +29,7 @@ fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
 }
 
 /// Every algorithm at every length, on one type of each kind of accumulator.
-fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
+fn algorithms(kind: Kind, worlds: impl IntoIterator<Item = usize>) {
     for n in worlds {
         for algorithm in Algorithm::ALL.iter().copied() {
             run_ranks_with(
@@ -176,8 +176,8 @@ fn algorithms_on_tcp_2_to_5() {
 }
 
 #[test]
-fn algorithms_on_tcp_6_to_9() {
-    algorithms(Kind::Tcp, 6..=9);
+fn algorithms_on_tcp_6_and_9() {
+    algorithms(Kind::Tcp, [6, 9]);
 }
 
 /// Operations that the engine runs alternate with operations that run as plans, in both orders.

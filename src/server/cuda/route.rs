@@ -303,7 +303,7 @@ impl Route<CudaRuntime> for GroupRoute {
             Ok(InFlight {
                 end: Box::new(move || {
                     launched.wait_launched(local, number, &deadline)?;
-                    Ok(launched.end(local, number))
+                    Ok(launched.end(local, number, limit))
                 }),
                 wait: Box::new(move |group_failure| team.wait_done(local, number, site, &deadline, group_failure)),
             })

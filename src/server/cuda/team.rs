@@ -265,15 +265,14 @@ impl Team {
         Ok(())
     }
 
-    /// Returns the end of a group's call that is on the stream of the rank's GPU.
-    pub fn end(&self, local: usize, number: u64) -> End {
+    /// Returns the end of a group's call that is on the stream of the rank's GPU. `limit` is how long its kernels wait.
+    pub fn end(&self, local: usize, number: u64, limit: Duration) -> End {
         let (host, done) = (self.host.clone(), HOST_WORDS * self.team_gpu(local).local_ranks[0] + DONE);
         End {
             word: self.done_word(local),
             host: self.host_words(local),
             value: number,
-            // The call has a timeout of its own, which may start later.
-            limit: self.group.as_ref().map_or(self.timeout(), |group_team| group_team.limit) * 2,
+            limit,
             passed: Box::new(move || host.load(done) >= number),
         }
     }

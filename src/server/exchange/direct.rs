@@ -48,14 +48,15 @@ pub(super) fn waiting<R: DeviceTransport>(
         if until == Until::Ended {
             return wait(started).map(|()| Completion::ended());
         }
-        match started.get().map(|flight| (flight.end)()).transpose() {
-            Ok(end) => end.into_iter().for_each(|end| {
+        match (started.get().end)() {
+            Ok(end) => {
                 device.submit(move |server| server.follow(end));
                 device.flush_queue();
-            }),
-            Err(error) => return started.finish(|_, _| Err(error)).map(|()| Completion::ended()),
+                Ok(Completion { wait: Some(Box::new(move || wait(started))) })
+            }
+            // It has failed the team, and the wait finds out why.
+            Err(_) => wait(started).map(|()| Completion::ended()),
         }
-        Ok(Completion { wait: Some(Box::new(move || wait(started))) })
     })
 }
 

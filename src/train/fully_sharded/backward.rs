@@ -38,7 +38,8 @@ impl<B: CollectiveBackend> Pass<B> {
             let mut another = false;
             if let Some(backward) = &mut self.backward {
                 self.engine.scatterer.bound(&mut backward.scatter)?;
-                another = backward.plan.last() != Some(&block);
+                // The plan of the first step has blocks that the pass may not need.
+                another = !self.engine.history.needed.is_empty() && backward.plan.last() != Some(&block);
             }
             self.gather(block, another)?;
             self.counts.backward += 1;

@@ -23,7 +23,7 @@ pub(super) struct Gatherer<B: AutodiffBackend> {
     pub layout: Arc<Layout>,
     /// By position.
     pub parameters: Arc<[Parameter<B>]>,
-    /// The gathers whose parameters are in use already.
+    /// The gather whose parameters are in use already.
     pub unconfirmed: Unconfirmed,
     /// Unused memory for what is gathered.
     memory: Vec<Buffer<u64>>,
@@ -78,15 +78,18 @@ impl<B: AutodiffBackend> Gatherer<B> {
 
     /// Waits for a gather and returns the parameters of the block, in its order. If the pass will gather `another`
     /// block after it, the device waits instead, and the host only for the gather before: it is one block ahead of the
-    /// device. So when a program waits for the device after a pass, to print a loss, all gathers are confirmed.
+    /// device. After a pass that repeats the one before, all gathers are confirmed, in case the program then waits for
+    /// the device, to print a loss.
     pub fn finish(
         &mut self,
         block: usize,
         gathering: InFlight<B::InnerBackend>,
         another: bool,
     ) -> Result<Vec<FloatTensor<B::InnerBackend>>, Error> {
-        self.unconfirmed.confirm()?;
-        let gathered = if another { gathering.follow(&mut self.unconfirmed)? } else { gathering.wait()? };
+        let gathered = gathering.follow(&mut self.unconfirmed)?;
+        if !another {
+            self.unconfirmed.confirm()?;
+        }
         let mut bucket = match gathered {
             Elements::Host(bucket) => bucket,
             Elements::Device(wholes) => return Ok(wholes),

@@ -210,11 +210,13 @@ impl<B: CollectiveBackend> Pass<B> {
     }
 
     fn gather_for_forward(&mut self, block: usize, shared: &Shared<B>) -> Result<(), Error> {
-        let gathered = [&self.forward[..], &[block]].concat();
-        self.gather(block, self.engine.history.next(&gathered).is_some())?;
-        self.counts.forward += 1;
-        if self.backward.is_none() {
+        let is_forward = self.backward.is_none();
+        if is_forward {
             self.forward.push(block);
+        }
+        self.gather(block, is_forward && self.engine.history.next(&self.forward).is_some())?;
+        self.counts.forward += 1;
+        if is_forward {
             self.prefetch();
         }
         if block != ROOT && !self.engine.keep {

@@ -32,7 +32,7 @@ pub(super) struct Shards<B: AutodiffBackend> {
     pub bucket_memory: Vec<Buffer<u64>>,
     /// Unused memory for this rank's parts of buckets.
     pub part_memory: Vec<Buffer<u64>>,
-    /// The operations of this step whose tensors are in use already.
+    /// The operation of this step whose tensors are in use already.
     pub unconfirmed: Unconfirmed,
 }
 

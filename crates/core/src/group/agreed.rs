@@ -104,7 +104,9 @@ impl<T> Agreed<T> {
     /// Waits until all ranks have called it and `run` has returned on this rank.
     pub fn started(self) -> Result<Started<T>, Error> {
         let started = self.work.wait().map_err(|(error, _)| error)?;
-        Ok(Started { started, core: self.core })
+        let missing = || Error::broken("an operation on a device", "it has not started");
+        let (value, site, deadline) = started.ok_or_else(missing)?;
+        Ok(Started { value, site, deadline, core: self.core })
     }
 
     /// Waits as [`started`](Self::started) does, then [finishes](Started::finish).
@@ -115,25 +117,27 @@ impl<T> Agreed<T> {
 
 /// An operation that all ranks have called, and this one has started.
 pub struct Started<T> {
-    started: Option<(T, Site, Deadline)>,
+    value: T,
+    site: Site,
+    deadline: Deadline,
     core: Arc<Core>,
 }
 
 impl<T> Started<T> {
     /// Returns what `run` has returned.
-    pub fn get(&self) -> Option<&T> {
-        self.started.as_ref().map(|(started, ..)| started)
+    pub fn get(&self) -> &T {
+        &self.value
     }
 
     /// Calls `finish` with the result of `run`. It may ask for failures that the operation may not survive. Its error
     /// poisons the group.
     pub fn finish(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
-        let Some((started, site, deadline)) = self.started else { return Ok(()) };
-        let outcome = finish(started, &|| self.core.known_failure(site, &deadline));
+        let Started { value, site, deadline, core } = self;
+        let outcome = finish(value, &|| core.known_failure(site, &deadline));
         outcome.map_err(|error| match site.call.operation.is_collective() {
-            true => self.core.abort_after(error, site.sequence),
+            true => core.abort_after(error, site.sequence),
             // Its number is one of its pair.
-            false => self.core.abort(error),
+            false => core.abort(error),
         })
     }
 }

@@ -9,8 +9,8 @@ use cubecl::server::Binding;
 use super::Team;
 use crate::server::cuda::launches::Launches;
 
-/// State of a team that works for a group. The group waits on the host for calls in flight, and a failed call does not
-/// poison the devices.
+/// State of a team that works for a group. The group learns on the host how calls in flight end, and a failed call does
+/// not poison the devices.
 pub(in crate::server::cuda) struct GroupTeam {
     /// How long calls in flight may take when the team is dropped.
     pub(super) limit: Duration,
