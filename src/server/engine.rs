@@ -66,7 +66,7 @@ type WaitFn = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + 
 
 /// The end of an operation, for which streams of its device can wait: a word then has this value or a greater one.
 pub struct End {
-    /// The word's address, and that of the words where a stream reports that it has waited in vain.
+    /// The word's address, and that of the words where a stream reports that it has waited for too long.
     pub(super) word: u64,
     pub(super) host: u64,
     pub(super) value: u64,

@@ -63,7 +63,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// A training that then leaves out every [`step`](Self::step) and [`sync`](Self::sync) ends with other weights on
     /// each rank. So if this is dropped on a rank that has called neither, nor [`verify`](Self::verify) or
-    /// [`average_states`](Self::average_states), a warning is logged, and [`launch`](crate::launch()) returns an error.
+    /// [`average_states`](Self::average_states), [`launch`](crate::launch()) returns an error for a rank that otherwise
+    /// succeeds. Without `launch` a warning is logged.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first

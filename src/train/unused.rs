@@ -8,7 +8,7 @@ use bonfire_core::{Error, Group};
 
 /// Whether a rank has used its `DataParallel` for more than the first broadcast. If it is dropped before, the rank has
 /// trained alone, or not at all. Only the program knows which, so [`launch`](crate::launch()) returns an error for a
-/// rank that otherwise succeeds, and the log has it.
+/// rank that otherwise succeeds. Without `launch` it is logged.
 pub struct Unused {
     group: Group,
     // Relaxed: it is read when no other thread has a reference any more.
@@ -36,7 +36,8 @@ impl Drop for Unused {
                       has other weights now. Call `step` or `sync` in every step. If it was not trained, say so with \
                       `verify` or `average_states`, which compare the ranks' models";
         let error = Error::argument("DataParallel", reason);
-        log::warn!("{error}");
-        self.group.object(error);
+        if !self.group.object(error.clone()) {
+            log::warn!("{error}");
+        }
     }
 }

@@ -171,6 +171,7 @@ where
 
 /// Runs `body` as one rank. `handle` is a handle of the same group.
 fn run_rank<T, E: From<Error>>(body: &impl Fn(Group) -> Result<T, E>, group: Group, handle: &Group) -> Result<T, E> {
+    handle.await_objection();
     let result = body(group)?;
     handle.objection().map_or(Ok(result), |error| Err(error.into()))
 }
@@ -216,6 +217,7 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender};
 
     use super::*;
+    use crate::group::AgreedOperations;
 
     #[test]
     fn a_rank_that_does_not_end_does_not_hold_back_the_failure() {
@@ -229,5 +231,17 @@ mod tests {
         assert_eq!(failed, Failed::new(Some(1), Error::argument("test", "on purpose")));
         assert_eq!(failed.to_string(), "rank 1: test: on purpose");
         drop(never);
+    }
+
+    #[test]
+    fn an_objection_is_the_ranks_error_and_elsewhere_the_callers_to_log() {
+        let objection = || Error::argument("test", "on purpose");
+        let body = move |group: Group| {
+            assert!(group.object(objection()));
+            Ok(())
+        };
+        let failed = run(Group::threads(1).unwrap(), body).unwrap_err();
+        assert_eq!(failed, Failed::new(Some(0), objection()));
+        assert!(!Group::threads(1).unwrap().remove(0).object(objection()));
     }
 }

@@ -4,6 +4,7 @@ mod message;
 
 use std::panic::Location;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bytemuck::cast_slice_mut;
 use serde::{Serialize, de::DeserializeOwned};
@@ -83,8 +84,8 @@ pub trait AgreedOperations {
 
     /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none, and `bonfire
     /// run` end with status 1, though the rank succeeds: what it did with the group, or with a subgroup, cannot be what
-    /// it was meant to do. The group remains usable.
-    fn object(&self, error: Error);
+    /// it was meant to do. The group remains usable. Returns whether `launch` runs this rank. If not, log the error.
+    fn object(&self, error: Error) -> bool;
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
@@ -217,7 +218,7 @@ impl AgreedOperations for Group {
         )))
     }
 
-    fn object(&self, error: Error) {
+    fn object(&self, error: Error) -> bool {
         match self.parent() {
             Some(parent) => parent.object(error),
             None => {
@@ -225,6 +226,7 @@ impl AgreedOperations for Group {
                 report::objected(&error);
                 // The first is as good as any other.
                 let _ = self.core.objection.set(error);
+                self.core.awaits_objection.load(Ordering::Relaxed)
             }
         }
     }

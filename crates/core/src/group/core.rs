@@ -24,6 +24,8 @@ pub struct Core {
     failure: OnceLock<Error>,
     /// Why this rank's work counts as failed, though no operation did. See `AgreedOperations::object`.
     pub(super) objection: OnceLock<Error>,
+    /// Whether `launch` runs this rank, and returns its objection.
+    pub(super) awaits_objection: AtomicBool,
     /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
     pub(super) regroup: Option<Arc<dyn Regroup>>,
@@ -44,6 +46,7 @@ impl Core {
             queue: TicketLock::default(),
             failure: OnceLock::new(),
             objection: OnceLock::new(),
+            awaits_objection: AtomicBool::new(false),
             session,
             regroup,
             shrunk: AtomicBool::new(false),

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -143,6 +144,12 @@ impl Group {
     /// this rank has failed with it.
     pub fn failure(&self) -> Option<Error> {
         self.core.failure().cloned()
+    }
+
+    /// Called where [`objection`](Self::objection) will be.
+    pub(crate) fn await_objection(&self) {
+        // Relaxed: the rank's work begins after it, on this thread or on one that is started then.
+        self.core.awaits_objection.store(true, Ordering::Relaxed);
     }
 
     /// Returns why this rank's work counts as failed, though no operation did.
