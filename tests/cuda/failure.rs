@@ -39,7 +39,7 @@ fn a_rank_that_stops_midway_is_named_and_the_devices_work_again() {
     for (stops, in_flight) in [(0, 1), (2, 1), (3, 7)] {
         let failures = fails(&devices, DEADLINE, |rank, client| {
             for call in 0.. {
-                if rank == stops && call == 100 {
+                if rank == stops && call == 25 {
                     // The calls that its peers made with it are done before the peers fail.
                     client.sync_collective();
                     while client.flush().is_ok() {
