@@ -247,6 +247,7 @@ fn full_sharding_equals_replicas_on_devices() {
 }
 
 #[test]
+#[ignore = "takes minutes; .ci/full runs it"]
 fn the_sharded_optimizer_equals_replicas_on_devices() {
     check_ways(replicas_and_shards::<B>, (2, 4), |rank| device(31, rank));
 }
