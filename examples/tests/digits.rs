@@ -231,7 +231,16 @@ fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
         let rank = |(group, number): (Group, u8)| {
             let data = images(settings().batch)?;
             let (save, resume) = (Some(to), Some(from));
-            let job = TrainingJob { data, settings: settings(), epochs: 3, save, resume, shard: None, chaos: None };
+            let job = TrainingJob {
+                data,
+                settings: settings(),
+                epochs: 3,
+                save,
+                resume,
+                shard: None,
+                compression: None,
+                chaos: None,
+            };
             job.run::<B>(group, device(number))
         };
         thread::scope(|scope| {
@@ -250,6 +259,7 @@ fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
         save: Some(&start),
         resume: None,
         shard: None,
+        compression: None,
         chaos: None,
     };
     job.run::<B>(Group::threads(1).unwrap().remove(0), Default::default()).unwrap();
