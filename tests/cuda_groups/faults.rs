@@ -6,7 +6,7 @@ use std::time::Duration;
 use bonfire::server::DeviceCollectives;
 use bonfire::{DType, Error, Group, ReduceOp};
 
-use super::start;
+use super::{SOON, start};
 use crate::Devices;
 use crate::groups::{Memory, check, mine};
 use crate::software_driver::SoftwareDriver;
@@ -15,8 +15,6 @@ use bonfire_testing::{Kind, logged, run_ranks, run_ranks_with};
 
 /// No rank may wait for it.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// Far more than a loaded machine needs to find a fault.
-const SOON: Duration = Duration::from_secs(30);
 
 /// Runs the test `name` in a process of its own, with this many GPUs, of which the first faults in the third
 /// all-reduce. Returns the errors of two ranks.

@@ -1,6 +1,6 @@
 //! Devices that wait for an operation while the host goes on.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bonfire::server::{DeviceCollectives, copy};
 use bonfire::{Cuda, DType, DataParallel, Error, ReduceOp, ShardedOptimizer, Sharding};
@@ -12,7 +12,7 @@ use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::Tensor;
 use rustix::process::Signal;
 
-use super::{start, start_ranks};
+use super::{KERNELS, SOON, start, start_ranks};
 use crate::groups::{Memory, mine, value};
 use crate::on_devices;
 use crate::processes::join;
@@ -23,9 +23,6 @@ type B = Autodiff<Cuda>;
 /// An all-reduce of two ranks by this kernel.
 const KERNEL: &str = "push_min_i32";
 const LEN: usize = 64;
-const BY_KERNELS: [(&str, &str); 1] = [("BONFIRE_CUDA", "kernels")];
-/// Far more than a loaded machine needs to notice a failure, and less than the deadline.
-const SOON: Duration = Duration::from_secs(30);
 
 #[test]
 #[ignore = "needs the software driver"]
@@ -33,7 +30,7 @@ fn work_that_follows_an_operation_sees_its_result_and_the_host_waits_for_neither
     const NAME: &str = "follow::work_that_follows_an_operation_sees_its_result_and_the_host_waits_for_neither";
     let driver = SoftwareDriver::loaded();
     if !is_child() {
-        let mut child = start(NAME, 2, &BY_KERNELS);
+        let mut child = start(NAME, 2, &[KERNELS]);
         assert_eq!(child.read_line(), "done");
         assert!(child.end().success());
         return;
@@ -73,7 +70,7 @@ fn work_that_follows_an_operation_sees_its_result_and_the_host_waits_for_neither
 
 /// Starts the test of this name in two processes, and kills rank 1 when both have sent `ready`. Rank 0 must end well.
 fn kill_one(name: &str) {
-    let mut ranks = start_ranks(name, 2, 2, &BY_KERNELS);
+    let mut ranks = start_ranks(name, 2, 2, &[KERNELS]);
     ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "ready"));
     ranks[1].signal(Signal::KILL);
     let killed = Instant::now();

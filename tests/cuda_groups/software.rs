@@ -9,8 +9,14 @@ mod paths;
 mod windows;
 
 use std::os::unix::fs::symlink;
+use std::time::Duration;
 
 use bonfire_testing::process::Process;
+
+/// Far more than a loaded machine needs to notice a failure, and less than the deadline.
+const SOON: Duration = Duration::from_secs(30);
+/// Makes kernels the only path.
+const KERNELS: (&str, &str) = ("BONFIRE_CUDA", "kernels");
 
 /// Starts the test `name` of this module in a process of its own, with this many GPUs and these variables.
 fn start(name: &str, gpus: usize, variables: &[(&str, &str)]) -> Process {

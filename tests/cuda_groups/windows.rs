@@ -9,7 +9,7 @@ use bonfire::{Builder, DType, Error, Group, ReduceOp};
 use cubecl::cuda::CudaRuntime;
 use rustix::process::Signal;
 
-use super::{libraries_without_nccl, start_ranks, with_gpus};
+use super::{KERNELS, SOON, libraries_without_nccl, start_ranks, with_gpus};
 use crate::groups::{Memory, check, mine, value};
 use crate::processes::join;
 use crate::software_driver::SoftwareDriver;
@@ -22,13 +22,10 @@ fn full(name: &str) -> String {
     format!("windows::{name}")
 }
 
-/// Far more than a loaded machine needs to notice a failure, and less than the deadline.
-const SOON: Duration = Duration::from_secs(30);
 /// More elements of 4 bytes than fit into staging memory, and no multiple of anything.
 const LARGE: usize = 2_100_003;
 /// Sizes of all-reduces in bytes, below and above those up to which kernels do them.
 const SIZES: [usize; 4] = [4, 512 << 10, (512 << 10) + 4, (4 << 20) + 4];
-const KERNELS: (&str, &str) = ("BONFIRE_CUDA", "kernels");
 const ALL_REDUCES: [&str; 3] = ["push_sum_i32", "one_shot_sum_i32", "two_shot_sum_i32"];
 const OTHERS: [&str; 6] = ["reduce_scatter_sum_i32", "all_gather", "broadcast", "all_to_all", "gather", "scatter"];
 
