@@ -11,15 +11,17 @@ mod trainings;
 
 use std::ops::Range;
 
-use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{Cuda, CudaDevice, DataParallel, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
+use bonfire::tensor::autodiff::{self, CollectiveBackend};
+use bonfire::{
+    Cuda, CudaDevice, DataParallel, Error, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding,
+};
 use bonfire_testing::{Kind, run_ranks};
 use burn::backend::{Autodiff, NdArray};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, Optimizer};
-use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Tensor, TensorData};
 use cubecl::cuda::CudaRuntime;
 
 use models::{Bits, bits, values};
@@ -45,11 +47,12 @@ const STEPS: usize = 7;
 #[path = "../examples/digits/model.rs"]
 mod digits;
 
-/// Two layers, of nearly half a MiB.
+/// Two layers, of nearly half a MiB, and one that is not used: it has no gradient on any rank.
 #[derive(Module, Debug)]
 struct Network<B: Backend> {
     first: ShardedBlock<Linear<B>>,
     second: Linear<B>,
+    unused: Linear<B>,
 }
 
 impl<B: Backend> Network<B> {
@@ -61,7 +64,11 @@ impl<B: Backend> Network<B> {
             linear.bias = Some(Param::from_tensor(values([outputs], seed + 1, device) * scale));
             linear
         };
-        Network { first: ShardedBlock::new(linear(INPUTS, HIDDEN, 1)), second: linear(HIDDEN, OUTPUTS, 3) }
+        Network {
+            first: ShardedBlock::new(linear(INPUTS, HIDDEN, 1)),
+            second: linear(HIDDEN, OUTPUTS, 3),
+            unused: linear(HIDDEN, OUTPUTS, 5),
+        }
     }
 
     /// The mean over the samples of a batch.
@@ -101,34 +108,37 @@ enum Way {
     Full,
 }
 
-/// Trains as one of two ranks. Calls `at` before the first step in which the ranks do not compare parameters, and after
-/// the last step, once all ranks are there.
+/// Trains as one of two ranks. Calls `at` before and after the ranks take the parameters of rank 0, before the first
+/// step in which they do not compare parameters, and after the last step, each time once all ranks are there.
 fn together<B: CollectiveBackend>(group: &Group, device: &B::Device, way: Way, mut at: impl FnMut()) -> Bits {
     let rank = group.rank();
     let samples = SAMPLES[rank];
     let first = SAMPLES[..rank].iter().sum();
     let batches: Vec<_> = (0..STEPS).map(|step| batch::<B>(step, first..first + samples, device)).collect();
-    let all_are_there = || {
+    let mut all_are_there = || {
         // Also what was queued before.
         B::sync(device).unwrap();
         group.barrier().unwrap();
         at();
         group.barrier().unwrap();
     };
+    let model = Network::new(device);
+    all_are_there();
     match way {
-        Way::Full => in_parts(group, device, samples, batches, all_are_there),
-        _ => as_replicas(group, device, (samples, way), batches, all_are_there),
+        Way::Full => in_parts(group, model, samples, batches, all_are_there),
+        _ => as_replicas(group, model, (samples, way), batches, all_are_there),
     }
 }
 
 fn in_parts<B: CollectiveBackend>(
     group: &Group,
-    device: &B::Device,
+    model: Network<B>,
     samples: usize,
     batches: Vec<[Tensor<B, 2>; 2]>,
     mut all_are_there: impl FnMut(),
 ) -> Bits {
-    let (mut model, mut fsdp) = FullyShardedParallel::new(group.clone(), Network::<B>::new(device)).unwrap();
+    let (mut model, mut fsdp) = FullyShardedParallel::new(group.clone(), model).unwrap();
+    all_are_there();
     let mut optimizer = AdamConfig::new().init();
     for (number, batch) in batches.into_iter().enumerate() {
         if number == COMPARED {
@@ -145,12 +155,13 @@ fn in_parts<B: CollectiveBackend>(
 
 fn as_replicas<B: CollectiveBackend>(
     group: &Group,
-    device: &B::Device,
+    model: Network<B>,
     (samples, way): (usize, Way),
     batches: Vec<[Tensor<B, 2>; 2]>,
     mut all_are_there: impl FnMut(),
 ) -> Bits {
-    let (mut model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(device)).unwrap();
+    let (mut model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+    all_are_there();
     let mut optimizer = AdamConfig::new().init();
     let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
     for (step, batch) in batches.into_iter().enumerate() {
@@ -206,7 +217,8 @@ fn equals_one_rank(way: Way, first: u8) {
         let device = device(first, group.rank());
         let mut counters = Vec::new();
         let trained = together::<Training>(&group, &device, way, || counters.push(device.counters()));
-        assert_eq!(counters[0], counters[1], "nothing passes through the host");
+        assert_eq!(counters[0], counters[1], "no initial parameter passes through the host");
+        assert_eq!(counters[2], counters[3], "no gradient and no parameter passes through the host");
         trained
     });
     assert!(trained[0] == trained[1], "the ranks' parameters differ");
@@ -263,8 +275,57 @@ fn the_sharded_optimizer_clips_and_works_in_blocks() {
     check_ways(clipped_with_and_without_shards::<Training>, (3, 2), |rank| device_of(64, rank, 3));
 }
 
+/// The results of all collectives that pass gradients on, along two dimensions, and the gradients of their input.
+fn through_collectives<B: CollectiveBackend>(group: &Group, device: &B::Device) -> Vec<TensorData> {
+    let (rank, n) = (group.rank(), group.world_size());
+    let whole = |seed: usize, shape: [usize; 3]| {
+        let numbers = (0..shape.iter().product()).map(|i: usize| ((i * 7 + seed * 3) % 13) as f32 - 6.0);
+        Tensor::<B, 3>::from_data(TensorData::new(numbers.collect::<Vec<_>>(), shape), device)
+    };
+    // Sums of these numbers are exact.
+    let through = |collective: &dyn Fn(Tensor<B, 3>) -> Result<Tensor<B, 3>, Error>| {
+        let input = whole(rank, [2 * n, 3 * n, 5]).require_grad();
+        let result = collective(input.clone()).unwrap();
+        let weights = whole(10 + rank, result.dims());
+        let grads = (result.clone() * result.clone() * weights).sum().backward();
+        [result.inner().into_data(), input.grad(&grads).unwrap().into_data()]
+    };
+    let along = [0, 1].into_iter().flat_map(|dim| {
+        [
+            through(&|tensor| autodiff::all_gather(tensor, dim, group)),
+            through(&|tensor| autodiff::reduce_scatter(tensor, dim, group)),
+            through(&|tensor| autodiff::all_to_all(tensor, dim, group)),
+        ]
+    });
+    let whole = [
+        through(&|tensor| autodiff::all_reduce_sum(tensor, group)),
+        through(&|tensor| autodiff::broadcast(tensor, n - 1, group)),
+    ];
+    whole.into_iter().chain(along).flatten().collect()
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn gradients_through_collectives_on_devices_equal_those_on_the_host() {
+    for (first, ranks) in [(84, 2), (86, 3)] {
+        let on_devices = run_ranks(Kind::Threads, ranks.into(), move |group| {
+            let device = device_of(first, group.rank(), ranks);
+            let gradients = through_collectives::<Training>(&group, &device);
+            let counters = device.counters();
+            assert_eq!((counters.downloads, counters.uploads), (0, 0), "nothing passes through the host");
+            gradients
+        });
+        let on_host = run_ranks(Kind::Threads, ranks.into(), |group| {
+            through_collectives::<Autodiff<NdArray>>(&group, &Default::default())
+        });
+        assert!(on_devices == on_host, "{ranks} ranks");
+    }
+}
+
 /// What only the software driver records. `scripts/gpu-check` leaves these tests out.
 mod software {
+    use bonfire_core::internal::hash;
+    use bonfire_testing::process::{Process, is_child, send_line};
     use burn::nn::loss::CrossEntropyLossConfig;
     use burn::tensor::Int;
 
@@ -327,25 +388,59 @@ mod software {
         }
     }
 
-    /// The bytes that copies move between host and devices in the steps without a comparison of parameters.
-    fn copied(way: Way, first: u8) -> [u64; 2] {
-        let results = run_ranks(Kind::Threads, 2, move |group| {
-            let (driver, mut copied) = (SoftwareDriver::loaded(), Vec::new());
-            together::<Training>(&group, &device(first, group.rank()), way, || copied.push(driver.copied()));
-            [0, 1].map(|direction| copied[1][direction] - copied[0][direction])
-        });
-        results[0]
+    /// Trains, and checks the bytes that copies of this process move between host and devices: when the ranks take the
+    /// parameters of rank 0, and in the steps without a comparison of parameters.
+    fn trains_on_devices(group: &Group, device: &CudaDevice, way: Way) -> Bits {
+        let (driver, mut copied) = (SoftwareDriver::loaded(), Vec::new());
+        let trained = together::<Training>(group, device, way, || copied.push(driver.copied()));
+        let moved = |from: usize| [0, 1].map(|direction| copied[from + 1][direction] - copied[from][direction]);
+        for (when, [downloaded, uploaded]) in [("taking parameters", moved(0)), ("in five steps", moved(2))] {
+            eprintln!("{way:?}, {when}: {downloaded} bytes downloaded, {uploaded} uploaded");
+            assert_eq!(downloaded, 0, "{way:?}, {when}");
+            // Shapes and strides, which cubecl's kernels read. The model has 664,000 bytes, and the layer without
+            // gradients 196,800 of them.
+            assert!(uploaded < 32 << 10, "{way:?}, {when}: {uploaded} bytes");
+        }
+        trained
     }
+
+    const WAYS: [Way; 4] = [Way::Step, Way::Sync, Way::Sharded, Way::Full];
 
     #[test]
     #[ignore = "needs the software driver"]
     fn no_gradient_and_no_parameter_leaves_its_device() {
-        for (way, first) in [(Way::Step, 52), (Way::Sync, 54), (Way::Sharded, 56), (Way::Full, 58)] {
-            let [downloaded, uploaded] = copied(way, first);
-            eprintln!("{way:?}: {downloaded} bytes downloaded, {uploaded} uploaded");
-            assert_eq!(downloaded, 0, "{way:?}");
-            // Shapes and strides, which cubecl's kernels read. The model has 467,136 bytes.
-            assert!(uploaded < 32 << 10, "{way:?}: {uploaded} bytes");
+        for (way, first) in WAYS.into_iter().zip([52, 54, 56, 58]) {
+            run_ranks(Kind::Threads, 2, move |group| trains_on_devices(&group, &device(first, group.rank()), way));
+        }
+    }
+
+    /// Each rank is a process, and has a GPU.
+    #[test]
+    #[ignore = "needs the software driver"]
+    fn trainings_between_processes_equal_one_rank_by_kernels_and_by_nccl() {
+        const NAME: &str = "software::trainings_between_processes_equal_one_rank_by_kernels_and_by_nccl";
+        let driver = SoftwareDriver::loaded();
+        if is_child() {
+            let group = Group::from_env().unwrap();
+            let device = device_of(group.rank() as u8, 0, 1);
+            let expected = alone::<Autodiff<NdArray>>(&Default::default());
+            for way in WAYS {
+                let trained = trains_on_devices(&group, &device, way);
+                check_close(&trained, &expected);
+                send_line(format!("{:x}", hash(trained.0.iter().flat_map(|data| data.bytes.iter().copied()))));
+            }
+            let by_nccl = std::env::var("BONFIRE_CUDA").as_deref() == Ok("nccl");
+            assert_eq!(driver.host_functions() > 0, by_nccl, "NCCL's stand-in calls one for each operation");
+            return send_line("done");
+        }
+        for path in ["kernels", "nccl"] {
+            let variables = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2"), ("BONFIRE_CUDA", path)];
+            let variables = variables.map(|(name, value)| (name, value.to_owned()));
+            let mut ranks = Process::start_ranks_with(NAME, 2, "auto", "60", &variables);
+            for what in WAYS.map(|way| format!("{way:?}")).iter().map(String::as_str).chain(["the end"]) {
+                assert_eq!(ranks[0].read_line(), ranks[1].read_line(), "{what} by {path}");
+            }
+            assert!(ranks.iter_mut().all(|rank| rank.end().success()), "{path}");
         }
     }
 }

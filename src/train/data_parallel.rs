@@ -7,7 +7,6 @@ use std::sync::Arc;
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorPrimitive};
 
 use super::agree::{
@@ -328,10 +327,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ) -> Result<Reduction<B>, Error> {
         let reducer = &mut self.reducer;
         let tensors = positions.iter().map(|&position| {
-            let parameter = &reducer.parameters[position];
-            match grads.remove::<B::InnerBackend, 1>(parameter.id) {
+            match grads.remove::<B::InnerBackend, 1>(reducer.parameters[position].id) {
                 Some(grad) => reducer.widen(position, grad.into_primitive().tensor(), weighting),
-                None => B::InnerBackend::float_from_data(reducer.zeros(position, weighting), &parameter.device),
+                None => reducer.zeros(position, weighting),
             }
         });
         let tensors: Vec<_> = tensors.collect();

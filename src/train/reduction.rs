@@ -88,7 +88,14 @@ impl<B: AutodiffBackend> Reducer<B> {
     }
 
     /// Returns the gradient of a rank that has none, as it is reduced.
-    pub fn zeros(&self, position: usize, weighting: Weighting) -> TensorData {
+    pub fn zeros(&self, position: usize, weighting: Weighting) -> FloatTensor<B::InnerBackend> {
+        let parameter = &self.parameters[position];
+        let dtype = parameter.dtype_of(self.carrier(position, weighting));
+        B::InnerBackend::float_zeros(parameter.shape.clone(), &parameter.device, dtype.into())
+    }
+
+    /// The same, as it is read.
+    pub fn zeros_on_host(&self, position: usize, weighting: Weighting) -> TensorData {
         let parameter = &self.parameters[position];
         TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype_of(self.carrier(position, weighting)))
     }

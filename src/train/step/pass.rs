@@ -202,12 +202,11 @@ impl<B: AutodiffBackend> Pass<B> {
 
     /// Starts the reduction of a bucket, after waiting for reads. Gradients that this rank does not have count as zero.
     fn send(&mut self, positions: Vec<usize>, weighting: Weighting) -> Result<(), Error> {
-        let device = |position: &usize| self.reducer.parameters[*position].device.clone();
         let in_flight = if self.reducer.is_on_device() {
             let tensors =
                 positions.iter().map(|position| match replace(&mut self.gradients[*position], Gradient::Sent) {
                     Gradient::Arrived(tensor) => tensor,
-                    _ => B::InnerBackend::float_from_data(self.reducer.zeros(*position, weighting), &device(position)),
+                    _ => self.reducer.zeros(*position, weighting),
                 });
             let tensors = tensors.collect();
             self.reducer.start_on_device(positions, tensors, weighting)?
@@ -220,7 +219,7 @@ impl<B: AutodiffBackend> Pass<B> {
                         Some(data) => data.map_err(unreadable)?,
                         None => return Err(unreadable("the backend reads tensors only asynchronously")),
                     },
-                    _ => self.reducer.zeros(position, weighting),
+                    _ => self.reducer.zeros_on_host(position, weighting),
                 };
                 read.push((position, data));
             }
