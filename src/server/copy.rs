@@ -16,7 +16,7 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::download::catch_panic;
-use super::engine::Rows;
+use super::engine::{MAX_PITCH, Rows};
 use super::mailbox::Payload;
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Deadline, Error};
@@ -188,8 +188,9 @@ impl TensorLayout {
             next *= number;
             count *= number;
         }
-        let fits = (length == 1 || self.strides[outer] == 1) && pitch >= length;
-        fits.then_some(Rows { count, bytes, pitch: pitch * self.element })
+        let rows = Rows { count, bytes, pitch: pitch * self.element };
+        let fits = (length == 1 || self.strides[outer] == 1) && pitch >= length && rows.pitch <= MAX_PITCH;
+        fits.then_some(rows)
     }
 
     fn of(tensor: &CopyDescriptor) -> Result<TensorLayout, Error> {
@@ -282,7 +283,7 @@ mod tests {
     #[test]
     fn equidistant_rows_are_recognised() {
         let rows = |shape: &[usize], strides: &[usize]| {
-            let handle = Handle::new(StreamId { value: 0 }, 1 << 20);
+            let handle = Handle::new(StreamId { value: 0 }, 1 << 40);
             let layout = TensorLayout::of(&handle.copy_descriptor(shape.into(), strides.into(), 4)).unwrap();
             layout.rows().map(|rows| (rows.count, rows.bytes, rows.pitch))
         };
@@ -294,10 +295,10 @@ mod tests {
         assert_eq!(rows(&[1, 3], &[77, 1]), Some((1, 12, 12)));
         assert_eq!(rows(&[4, 1], &[9, 5]), Some((4, 4, 36)));
         assert_eq!(rows(&[2, 0], &[7, 7]), Some((0, 0, 0)));
-        // Transposed, read twice, with a gap between groups of rows, every second element.
-        for (shape, strides) in
-            [(&[2, 3][..], &[1, 2][..]), (&[2, 3], &[0, 1]), (&[2, 5, 3], &[21, 4, 1]), (&[3], &[2])]
-        {
+        // Transposed, read twice, with a gap between groups of rows, every second element, too far apart.
+        let irregular: [(&[usize], &[usize]); 5] =
+            [(&[2, 3], &[1, 2]), (&[2, 3], &[0, 1]), (&[2, 5, 3], &[21, 4, 1]), (&[3], &[2]), (&[2, 3], &[1 << 30, 1])];
+        for (shape, strides) in irregular {
             assert_eq!(rows(shape, strides), None, "{shape:?} {strides:?}");
         }
     }

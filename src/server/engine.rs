@@ -36,6 +36,9 @@ pub enum Messages {
     Carried,
 }
 
+/// The largest pitch that the drivers of devices copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far.
+pub(super) const MAX_PITCH: usize = i32::MAX as usize;
+
 /// Rows of `bytes` bytes each, which start `pitch` bytes apart.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rows {

@@ -14,12 +14,9 @@ use super::order::{self, ReadyCounter, Server};
 use super::rounds::BufferLayout;
 use super::team::{Prepared, Team};
 use crate::ranges::Ranges;
-use crate::server::engine::{DeviceOperation, part};
+use crate::server::engine::{DeviceOperation, MAX_PITCH, part};
 use bonfire_core::internal::lock;
 use bonfire_core::{Call, Error, Operation};
-
-/// The largest distance of rows that the driver copies (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all GPUs so far).
-const MAX_PITCH: u64 = i32::MAX as u64;
 
 /// A team, and the index of this rank in it.
 pub(super) struct TeamHandle {
@@ -160,7 +157,7 @@ fn spread(ranges: &Ranges, memory: u64, (whole, first): (u64, usize)) -> Vec<Cop
             && last.bytes == next.bytes
             && let Some(pitch) = next.to.checked_sub(last.to + (last.pitches.1 * (last.rows - 1)) as u64)
             && (last.rows == 1 || pitch == last.pitches.1 as u64)
-            && (next.bytes as u64..=MAX_PITCH).contains(&pitch)
+            && (next.bytes as u64..=MAX_PITCH as u64).contains(&pitch)
         {
             last.pitches.1 = pitch as usize;
             last.rows += 1;
@@ -189,7 +186,7 @@ mod tests {
         assert_eq!(copies(&[16..24, 56..64, 96..104, 136..140]), [rows.clone(), Copy::of(1024, 5136, 4)]);
         let apart = Copy { from: 1008, to: 5056, rows: 2, bytes: 8, pitches: (8, 80) };
         assert_eq!(copies(&[96..104, 56..64, 136..144]), [Copy::of(1000, 5096, 8), apart]);
-        let far = MAX_PITCH as usize + 17;
+        let far = MAX_PITCH + 17;
         assert_eq!(copies(&[16..24, far..far + 8]).len(), 2);
         assert_eq!(reversed(rows), Copy { from: 5016, to: 1000, rows: 3, bytes: 8, pitches: (40, 8) });
         assert_eq!(copies(&[]), []);
