@@ -1,12 +1,14 @@
 //! Memory of our own that GPUs use.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cudarc::driver::{result, sys};
 
+use super::control::HOST_WORDS;
 use super::driver::{Gpu, Stream, failure};
 use bonfire_core::Error;
+use bonfire_core::internal::lock;
 
 /// Zeroed GPU memory. It comes from the pool that cubecl allocates from, so a peer that can access tensors can access
 /// it too, and freeing it does not wait.
@@ -49,8 +51,29 @@ unsafe impl Send for HostWords {}
 // SAFETY: as above.
 unsafe impl Sync for HostWords {}
 
+/// The words that are allocated at once.
+const AT_ONCE: usize = 8192;
+
+/// Words that are yet to be used. Allocating host memory changes what all GPUs see, and a driver may wait for their work
+/// before that. A kernel there may be waiting for one that this thread is about to launch. So words are allocated when
+/// the first are needed, before any launch, and hardly ever again.
+static UNUSED: Mutex<Option<HostWords>> = Mutex::new(None);
+
 impl HostWords {
+    /// Takes words, which begin on a line of their own.
     pub fn zeroed(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
+        let taken = words.next_multiple_of(HOST_WORDS);
+        let mut unused = lock(&UNUSED);
+        let HostWords(start, left) = match unused.take().filter(|HostWords(_, left)| *left >= taken) {
+            Some(enough) => enough,
+            None => HostWords::allocate(gpu, taken.max(AT_ONCE))?,
+        };
+        // SAFETY: no more words are taken than are left.
+        *unused = Some(HostWords(unsafe { start.add(taken) }, left - taken));
+        Ok(HostWords(start, words))
+    }
+
+    fn allocate(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
         let _entered = gpu.enter()?;
         // Every context may use it, at its host address.
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;

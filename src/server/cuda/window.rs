@@ -21,7 +21,7 @@ use cudarc::driver::{result, sys};
 
 use self::process::ProcessId;
 use super::control::{CONTROL_BYTES, MAX_RANKS};
-use super::driver::{Gpu, Stream, failure};
+use super::driver::{Copy, Gpu, Stream, failure};
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
@@ -129,7 +129,8 @@ impl Windows {
             self.peers.iter().any(|(peer, process)| *peer == rank && process.is_some_and(ProcessId::has_ended))
         };
         for peer in self.opened.iter().filter(|peer| !ended(peer.rank)) {
-            self.stream.fill(word(peer.address, LEFT + self.rank), 1, 1)?;
+            // The owner looks for any number but 0.
+            self.stream.copy(&Copy::of(word(peer.address, NUMBER), word(peer.address, LEFT + self.rank), 4))?;
         }
         self.stream.synchronize()?;
         let foreign = self.opened.drain(..).filter(|peer| peer.foreign);

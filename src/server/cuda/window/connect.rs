@@ -2,7 +2,7 @@
 //!
 //! CUDA's handles work between processes of one host whose GPUs can access each other, and not between all containers
 //! of a host. No question to the driver tells, so ranks try: each opens all windows, compares the number that it finds
-//! in each with what the owner said, writes to it, and the owner compares what has arrived. A handle could also open a
+//! in each with what the owner said, writes it to it, and the owner compares what has arrived. A handle could also open a
 //! window of another process by mistake, since it is made of numbers that containers give out independently.
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Handle, NUMBER, Peer, ProcessId, TRIED, Window, Windows, word};
-use crate::server::cuda::driver::{Gpu, Stream};
+use crate::server::cuda::driver::{Copy, Gpu, Stream};
 use bonfire_core::internal::{AgreedOperations, process_number, random};
 use bonfire_core::{Error, Group};
 
@@ -69,7 +69,8 @@ impl Windows {
         let stream = Arc::new(Stream::new(gpu)?);
         let own = Window::take(gpu, &stream)?;
         let windows = Windows { rank, stream, own, opened: Vec::new(), peers: Vec::new() };
-        let number = random()? as u32;
+        // Not 0, which is what the words are that nobody has written to.
+        let number = random()? as u32 | 1;
         windows.stream.fill(word(windows.own.address, NUMBER), number, 1)?;
         windows.stream.synchronize()?;
         Ok((windows, number))
@@ -105,7 +106,7 @@ impl Windows {
             if self.stream.read(word(address, NUMBER), 1)?[0] != offer.number {
                 return Err(refused("it is the memory of something else"));
             }
-            self.stream.fill(word(address, TRIED + self.rank), offer.number, 1)?;
+            self.stream.copy(&Copy::of(word(address, NUMBER), word(address, TRIED + self.rank), 4))?;
         }
         self.stream.synchronize()
     }
