@@ -49,8 +49,8 @@ use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
-use self::choice::{SETTING, choose};
-use self::control::{Order, nanoseconds};
+use self::choice::{choose, setting};
+use self::control::Order;
 use self::copy_stream::CopyStream;
 use self::order::Server;
 use self::side::TeamHandle;
@@ -164,7 +164,7 @@ impl CudaEngine {
             // Streams of different teams do not wait for each other.
             return Err(Error::argument("all_reduce", UNFINISHED));
         }
-        let choice = choose(SETTING.at(call.bytes()), &call, team.topology(), false);
+        let choice = choose(setting()?.at(call.bytes()), &call, team.topology(), false);
         let choice = choice.ok_or_else(|| Error::argument(call.operation, format!("no kernel supports {call}")))?;
         let timeout = team.timeout();
         for ready in handle.prepare(server, job, choice, timeout)? {
@@ -231,12 +231,8 @@ impl Engine<CudaRuntime> for CudaEngine {
                 outcome = outcome.and(Err(error));
                 continue;
             }
-            // The call has a timeout of its own, which starts later.
-            let timeout = nanoseconds(team.timeout()) * 2;
-            orders.push((
-                handle,
-                Order { word: team.done_word(local), value: *number, timeout, host: team.host_words(local) },
-            ));
+            let order = Order::after_call(team.done_word(local), *number, team.timeout(), team.host_words(local));
+            orders.push((handle, order));
         }
         let orders: Vec<Order> = orders.into_iter().map(|(_, order)| order).collect();
         orders.into_iter().for_each(|order| self.add_barrier(order, None));
@@ -249,9 +245,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         // Operations may be followed in any order.
         let later = |other: &Barrier| other.order.word == word && other.order.value >= value;
         if !self.barriers.iter().any(later) {
-            // The operation has the timeout itself, which may start later.
-            let order = Order { word, value, timeout: 2 * nanoseconds(limit), host };
-            self.add_barrier(order, Some(passed));
+            self.add_barrier(Order::after_call(word, value, limit, host), Some(passed));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::choice::{SETTING, Topology, launch_config, parse_setting};
+use super::choice::{Topology, launch_config, parse_setting, setting};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Copy, Gpu, Stream};
 use super::memory::{HostWords, Memory};
@@ -35,7 +35,7 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
     let multiprocessors = gpus.iter().map(|(gpu, _)| gpu.multiprocessors).min().unwrap_or(1);
     let sharing = ranks.div_ceil(gpus.len()) as u32;
     let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors };
-    let mode = form.map_or_else(|| Ok(SETTING.clone()), parse_setting)?.at(call.bytes());
+    let mode = form.map_or_else(|| setting().cloned(), parse_setting)?.at(call.bytes());
     let config = launch_config(mode, call, &topology).ok_or_else(|| Error::argument(&name, "no kernel supports it"))?;
     let modules = gpus.iter().map(|(gpu, _)| gpu.module(config.kernel)).collect::<Result<Vec<_>, _>>()?;
     let size = call.dtype.size();

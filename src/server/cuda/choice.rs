@@ -6,7 +6,7 @@
 
 mod setting;
 
-pub(super) use self::setting::{Mode, SETTING, parse_setting};
+pub(super) use self::setting::{Mode, parse_setting, setting};
 use super::control::{MAX_BLOCKS, MAX_RANKS, PUSH_BYTES};
 use super::kernel::{Form, Kernel, reduces};
 use super::remote;

@@ -56,6 +56,12 @@ pub(super) struct Order {
 }
 
 impl Order {
+    /// Waits for the call that sets the word to this value. The call waits for its peers this long, and may start
+    /// later, so this takes twice as long before it gives up.
+    pub fn after_call(word: u64, value: u64, limit: Duration, host: u64) -> Order {
+        Order { word, value, timeout: 2 * nanoseconds(limit), host }
+    }
+
     /// The words as cubecl passes them.
     pub fn words(self) -> Vec<u64> {
         bytemuck::cast::<Order, [u64; 4]>(self).to_vec()

@@ -11,7 +11,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 use serde::{Deserialize, Serialize};
 
-use super::choice::{Choice, Link, Mode, SETTING, Topology, choose, wants_nccl};
+use super::choice::{Choice, Link, Mode, Topology, choose, setting, wants_nccl};
 use super::driver::Gpu;
 use super::launches::{Launches, Ticket};
 use super::order::Server;
@@ -24,7 +24,7 @@ use super::window::Windows;
 use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, InFlight, Launch, LaunchFn, Messages, Route};
 use crate::server::sent_tensors::SentTensors;
-use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
+use bonfire_core::internal::{AgreedOperations, Attachment, BySize, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// This rank's device and route in a group.
@@ -41,6 +41,7 @@ impl Attachment for RankRoute {
 }
 
 struct GroupRoute {
+    setting: &'static BySize<Mode>,
     kernels: Option<TeamHandle>,
     nccl: Option<TeamHandle>,
     /// Messages between the ranks, if all are of one process.
@@ -87,17 +88,19 @@ pub(super) fn agreed(group: &Group) -> Option<Arc<dyn Route<CudaRuntime>>> {
 
 fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let (process, team) = (process_number()?, random()?);
-    let info = {
+    let setting = setting();
+    let info = |setting: &BySize<Mode>| {
         let gpu = Gpu::of(ordinal(device));
         let nccl = gpu.clone().and_then(|gpu| remote::available(gpu.ordinal)).map_err(|error| error.to_string());
         let place = gpu.and_then(|gpu| Place::of(&gpu)).map_err(|error| error.to_string());
         let device = (device.type_id, device.index_id);
-        RankInfo { process, device, setting: SETTING.to_string(), nccl, place, team }
+        RankInfo { process, device, setting: setting.to_string(), nccl, place, team }
     };
-    let infos = group.all_gather_results(Ok(info))?;
+    let infos = group.all_gather_results(setting.clone().map(info))?;
+    let setting = setting?;
     let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
     check_settings(&infos)?;
-    let supported = Supported::of(&infos, &devices);
+    let supported = Supported::of(setting, &infos, &devices);
     let rank = group.rank();
     let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
     let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus())).transpose()?;
@@ -117,9 +120,9 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     };
     let kernel_team = kernels.as_ref().map(|handle| handle.team.clone());
     let topology = kernel_team.as_ref().and_then(|team| team.topology());
-    let forced = SETTING.paths().any(|mode| mode == Mode::Nccl);
+    let forced = setting.paths().any(|mode| mode == Mode::Nccl);
     let nccl = match &supported.nccl {
-        Ok(()) if SETTING.paths().any(|mode| wants_nccl(mode, topology)) => {
+        Ok(()) if setting.paths().any(|mode| wants_nccl(mode, topology)) => {
             connect(group, device, forced, group_team(kernel_team.clone()))?
         }
         Ok(()) => None,
@@ -146,7 +149,7 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let sent = || SENT.of(infos[0].team, || Ok(SentTensors::of(devices.clone())));
     let sent = supported.in_process.then(sent).transpose()?;
     let ticket = (!supported.in_process).then(|| (ordinal(device), infos[0].team, rank));
-    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl, sent, ticket })) })
+    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { setting, kernels, nccl, sent, ticket })) })
 }
 
 /// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
@@ -175,7 +178,7 @@ enum Kernels {
 }
 
 impl Supported {
-    fn of(infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
+    fn of(setting: &BySize<Mode>, infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
         let in_process = infos.iter().all(|info| info.process == infos[0].process);
         let shared = in_process.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
         if let Some(rank) = shared {
@@ -187,16 +190,16 @@ impl Supported {
         let kernels = match in_process {
             true if kernels_supported(devices) => Ok(Kernels::OfProcess),
             true => Err("the GPUs do not support them".into()),
-            false => windows_supported(infos),
+            false => windows_supported(setting, infos),
         };
         Supported { in_process, kernels, nccl }
     }
 }
 
 /// Whether kernels may serve the ranks through windows.
-fn windows_supported(infos: &[RankInfo]) -> Result<Kernels, String> {
-    let requested = SETTING.paths().any(Mode::requests_kernels);
-    if !requested && !SETTING.paths().any(|mode| mode == Mode::Auto) {
+fn windows_supported(setting: &BySize<Mode>, infos: &[RankInfo]) -> Result<Kernels, String> {
+    let requested = setting.paths().any(Mode::requests_kernels);
+    if !requested && !setting.paths().any(|mode| mode == Mode::Auto) {
         return Err("BONFIRE_CUDA does not select them".into());
     }
     let place = |(rank, info): (usize, &RankInfo)| info.place.clone().map_err(|why| format!("rank {rank}: {why}"));
@@ -250,7 +253,7 @@ fn connect(group: &Group, device: DeviceId, forced: bool, group_team: GroupTeam)
 impl GroupRoute {
     fn choose(&self, call: &Call) -> Option<Choice> {
         let topology = self.kernels.as_ref().and_then(|handle| handle.team.topology());
-        choose(SETTING.at(call.bytes()), call, topology, self.nccl.is_some())
+        choose(self.setting.at(call.bytes()), call, topology, self.nccl.is_some())
     }
 }
 
@@ -260,7 +263,7 @@ impl Route<CudaRuntime> for GroupRoute {
     }
 
     fn messages(&self) -> Option<Messages> {
-        if SETTING.paths().all(|mode| mode == Mode::Host) {
+        if self.setting.paths().all(|mode| mode == Mode::Host) {
             return None;
         }
         let lent = self.sent.clone().map(Messages::Lent);
@@ -324,7 +327,7 @@ mod tests {
 
     fn supported(infos: &[RankInfo]) -> (bool, Option<String>) {
         let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
-        let supported = Supported::of(infos, &devices);
+        let supported = Supported::of(&BySize::all(Mode::Auto), infos, &devices);
         (supported.kernels.is_ok(), supported.nccl.err())
     }
 

@@ -1,5 +1,6 @@
 //! `BONFIRE_CUDA`: the path that a user requests, for all sizes or by size.
 
+use std::env::VarError;
 use std::fmt;
 use std::sync::LazyLock;
 
@@ -47,15 +48,18 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The requested paths. A device has no caller to return an error to, so a malformed setting is logged.
-pub(in crate::server::cuda) static SETTING: LazyLock<BySize<Mode>> =
-    LazyLock::new(|| match std::env::var("BONFIRE_CUDA") {
-        Ok(text) => parse_setting(&text).unwrap_or_else(|error| {
-            log::warn!("{error}; taking auto");
-            BySize::all(Mode::Auto)
-        }),
-        Err(_) => BySize::all(Mode::Auto),
+/// The requested paths.
+///
+/// # Errors
+/// [`Error::Config`] if the setting is malformed.
+pub(in crate::server::cuda) fn setting() -> Result<&'static BySize<Mode>, Error> {
+    static SETTING: LazyLock<Result<BySize<Mode>, Error>> = LazyLock::new(|| match std::env::var("BONFIRE_CUDA") {
+        Ok(text) => parse_setting(&text),
+        Err(VarError::NotPresent) => Ok(BySize::all(Mode::Auto)),
+        Err(error) => Err(Error::Config(format!("BONFIRE_CUDA: {error}"))),
     });
+    SETTING.as_ref().map_err(Error::clone)
+}
 
 /// Parses a path, or a table such as `kernels:0-65535;nccl:65536-`.
 pub(in crate::server::cuda) fn parse_setting(text: &str) -> Result<BySize<Mode>, Error> {
