@@ -40,13 +40,17 @@
 //!
 //! `BONFIRE_CUDA` is `auto`, the default, which decides by connection, ranks and size; `kernels`, or one of their forms
 //! for all_reduce (`push`, `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; `host`; or a
-//! table of these by size in bytes, such as `kernels:0-65535;nccl:65536-`. With another value a warning is logged and
-//! `auto` used. Ranks of a group with different values get an error.
+//! table of these by size in bytes, such as `kernels:0-65535;nccl:65536-`. Another value is an error of the first
+//! collective, and so are different values on the ranks of a group.
 //!
 //! Collectives of several groups are launched in one order on all GPUs; between processes that costs a second small
 //! exchange per call. With several ranks on each of several GPUs, or with messages between processes beside the
 //! collectives of another group, the streams of a GPU may block each other for lack of hardware queues, up to the
 //! deadline. Set `CUDA_DEVICE_MAX_CONNECTIONS=32` before the program starts, as `bonfire run` does.
+//!
+//! cubecl's `memory_cleanup` frees host memory, and the driver then waits for all GPUs. Between an `all_reduce` and the
+//! end of its work it can wait for a kernel that waits for this device, up to the deadline: call it after
+//! `sync_collective` and a read.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons
@@ -56,7 +60,8 @@
 //! ids.
 //!
 //! If an operation of a [`Group`] on devices fails, [`Transfer::wait`] or [`Completion::wait`] returns the group's
-//! error and the devices stay usable. Only a GPU that has a fault ([`Error::Gpu`]) needs a new process.
+//! error and the devices stay usable, also if the GPU has too little memory ([`Error::OutOfMemory`]). Only a GPU that
+//! has a fault ([`Error::Gpu`]) needs a new process.
 //!
 //! # Fusion
 //! The backends use fusion, unless the feature `ddp` is on: burn's distributed training uses a gradient on two threads,

@@ -1,5 +1,6 @@
 //! Device-to-host copies in flight.
 
+use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -65,13 +66,55 @@ fn finish(copying: ReadFuture) -> Outcome {
     match catch_unwind(AssertUnwindSafe(|| block_on(copying))) {
         Ok(Ok(buffers)) => Ok(buffers),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(PANICKED.into()),
+        Err(payload) => Err(panicked(&*payload)),
     }
 }
 
-const PANICKED: &str = "the runtime panicked; see its message above";
+/// What cubecl's `IoError::BufferTooBig` prints. Its runtimes panic with this error where they cannot allocate.
+const NO_MEMORY: &str = "can't allocate buffer";
 
 /// Calls the inner runtime and turns a panic into an error: on a device's thread a panic would be lost.
+///
+/// # Errors
+/// Those of `call`; [`Error::OutOfMemory`] or [`Error::Io`] if it panics.
 pub(super) fn catch_panic<T>(operation: &str, call: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(Error::io(operation, io::Error::other(PANICKED))))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
+        let reason = panicked(&*payload);
+        match reason.contains(NO_MEMORY) {
+            true => {
+                let (operation, device) = (operation.into(), "the device".into());
+                Err(Error::OutOfMemory { operation, device, reason })
+            }
+            false => Err(Error::io(operation, io::Error::other(reason))),
+        }
+    })
+}
+
+/// The first line of a panic's message, which `log` and standard error have in full.
+fn panicked(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<String>().map(String::as_str).or_else(|| payload.downcast_ref().copied());
+    let first = text.and_then(|text| text.lines().next()).unwrap_or("see its message above");
+    format!("the runtime panicked: {first}")
+}
+
+#[cfg(test)]
+mod tests {
+    use cubecl::server::IoError;
+    use cubecl_common::backtrace::BackTrace;
+
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_with_its_message() {
+        let refused = || Err::<u8, _>(IoError::BufferTooBig { size: 7 << 30, backtrace: BackTrace::capture() });
+        let error = catch_panic("all_reduce", || Ok(refused().unwrap())).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            matches!(error, Error::OutOfMemory { .. }) && text.starts_with("all_reduce: the device is out"),
+            "{text}"
+        );
+        assert!(text.contains("7516192768") && text.lines().count() == 1, "{text}");
+        let error = catch_panic("read", || -> Result<(), Error> { panic!("no such memory") }).unwrap_err();
+        assert_eq!(error.to_string(), "read: the runtime panicked: no such memory");
+    }
 }

@@ -44,6 +44,14 @@ impl SoftwareDriver {
         unsafe { self.0.get::<unsafe extern "C" fn(*const c_char)>(b"shimHold").unwrap()(name.as_ptr()) }
     }
 
+    /// From now on this GPU has no memory left, or has some again.
+    pub fn exhaust(&self, gpu: c_int, exhausted: bool) {
+        // SAFETY: the type is that in `kernels/shim/driver/memory.cpp`.
+        unsafe {
+            self.0.get::<unsafe extern "C" fn(c_int, c_int)>(b"shimExhaust").unwrap()(gpu, c_int::from(exhausted))
+        }
+    }
+
     /// The priority of the least urgent stream on which this kernel was launched so far. Smaller numbers come first.
     pub fn least_priority(&self, kernel: &str) -> i32 {
         let (name, symbol) = (CString::new(kernel).unwrap(), b"shimLeastPriority");

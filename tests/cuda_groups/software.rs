@@ -6,6 +6,7 @@ mod follow;
 mod messages;
 mod order;
 mod paths;
+mod unusable;
 mod windows;
 
 use std::os::unix::fs::symlink;

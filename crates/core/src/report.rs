@@ -90,7 +90,8 @@ fn names_another(error: &Error) -> bool {
         Error::Rendezvous { .. } | Error::Shrink { .. } | Error::Disconnected { .. } => true,
         Error::Nccl { .. } | Error::Mpi { .. } => true,
         Error::InvalidArgument { .. } | Error::Config(_) | Error::Mismatch { .. } => false,
-        Error::Io { .. } | Error::Broken { .. } | Error::Library { .. } | Error::Gpu { .. } => false,
+        Error::Io { .. } | Error::Broken { .. } | Error::Library { .. } => false,
+        Error::Gpu { .. } | Error::OutOfMemory { .. } => false,
     }
 }
 

@@ -62,7 +62,7 @@ int attribute(int number) {
 API cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 
 API cuDriverGetVersion(int *version) {
-    *version = 13000;
+    *version = settings().version;
     return CUDA_SUCCESS;
 }
 

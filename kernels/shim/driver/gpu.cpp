@@ -33,7 +33,8 @@ const Settings &settings() {
         auto *made = new Settings{
             u32(setting("SHIM_GPUS", 1)), std::max(u32(setting("SHIM_QUEUES", 32)), 1u), setting("SHIM_PEERS", 1) != 0,
             setting("SHIM_NVLINK", 1) != 0, setting("SHIM_STRICT", 0) != 0, setting("SHIM_IPC", 1) != 0,
-            setting("SHIM_DELAYS", 1), u32(setting("SHIM_ARCHITECTURE", 70)), 0, "", 0,
+            setting("SHIM_DELAYS", 1), u32(setting("SHIM_ARCHITECTURE", 70)), int(setting("SHIM_VERSION", 13000)),
+            0, "", 0,
         };
         if (const char *fault = getenv("SHIM_FAULT")) {
             char kernel[64];

@@ -20,6 +20,8 @@
 //     SHIM_DELAYS  seed of random delays before every item and within kernels; 0: none; 1
 //     SHIM_ARCHITECTURE  the compute capability: 90 is 9.0. With 80 or more, burn tries kernels for tensor cores first,
 //                  hundreds of them, none of which compiles; 70
+//     SHIM_VERSION  the version of CUDA that the driver supports: 12040 is 12.4; 13000
+//     SHIM_NVRTC   the highest compute capability for which NVRTC compiles; 1000
 //     SHIM_FAULT   GPU:KERNEL:N: the N-th launch on this GPU of a kernel whose name begins with KERNEL accesses an
 //                  illegal address. As on a real GPU, this ends all work in the GPU's context, and every later call in
 //                  it returns the error; none
@@ -74,6 +76,7 @@ struct Settings {
     bool peers, nvlink, strict, ipc;
     u64 delays;
     u32 architecture;  // compute capability: 70 is 7.0
+    int version;
     // The GPU, the kernel and the launch that faults. The launch is 0 if none does.
     int fault_gpu;
     std::string fault_kernel;
@@ -128,6 +131,7 @@ struct Gpu {
     u32 streams = 0;  // created so far
     Stream null_stream{};
     u64 release_threshold = 0;  // of its memory pool
+    std::atomic<bool> exhausted{false};  // it has no memory left
     u64 fault_launches = 0;  // of the kernel that faults, so far; under the lock
     std::atomic<int> fault{CUDA_SUCCESS};  // the error of a fault, from then on
 

@@ -78,6 +78,7 @@ void *map_with_guard(u64 bytes, int file) {
 // Allocates memory; if it is `shared`, other processes can map it.
 CUresult allocate(u64 *at, u64 bytes, Gpu *gpu, bool shared = false) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    if (gpu && gpu->exhausted) return CUDA_ERROR_OUT_OF_MEMORY;
     int file = shared ? memfd_create("software GPU", MFD_CLOEXEC) : -1;
     bool failed = shared && (file < 0 || ftruncate(file, off_t(mapped_bytes(bytes))));
     void *memory = failed ? nullptr : map_with_guard(bytes, file);
@@ -376,6 +377,11 @@ API cuMemcpy2DAsync_v2(const Copy2D *what, void *stream) {
     if (what->source.type == 3 || what->target.type == 3) return CUDA_ERROR_NOT_SUPPORTED;
     return copy(stream, what->target.rows(), what->target.side(), what->source.rows(), what->source.side(), what->width,
                 what->height, false);
+}
+
+// Whether this GPU has no memory left from now on.
+EXPORTED void shimExhaust(int ordinal, int exhausted) {
+    if (Gpu *found = gpu(ordinal)) found->exhausted = exhausted != 0;
 }
 
 // The bytes that copies have moved from GPUs to the host so far.

@@ -27,7 +27,7 @@ extern char **environ;
 
 namespace {
 
-enum { SUCCESS = 0, INVALID_INPUT = 3, INVALID_PROGRAM = 4, COMPILATION = 6 };
+enum { SUCCESS = 0, INVALID_INPUT = 3, INVALID_PROGRAM = 4, INVALID_OPTION = 5, COMPILATION = 6 };
 
 struct Program {
     std::string source, image, log;
@@ -195,6 +195,7 @@ extern "C" __attribute__((visibility("default"))) const char *nvrtcGetErrorStrin
         case SUCCESS: return "NVRTC_SUCCESS";
         case INVALID_INPUT: return "NVRTC_ERROR_INVALID_INPUT";
         case INVALID_PROGRAM: return "NVRTC_ERROR_INVALID_PROGRAM";
+        case INVALID_OPTION: return "NVRTC_ERROR_INVALID_OPTION";
         case COMPILATION: return "NVRTC_ERROR_COMPILATION";
         default: return "NVRTC_ERROR unknown";
     }
@@ -207,9 +208,14 @@ NVRTC nvrtcCreateProgram(void **program, const char *source, const char *, int, 
     return SUCCESS;
 }
 
-NVRTC nvrtcCompileProgram(void *handle, int, const char *const *) {
+NVRTC nvrtcCompileProgram(void *handle, int count, const char *const *options) {
     Program *program = program_of(handle);
     if (!program) return INVALID_PROGRAM;
+    if (const char *most = getenv("SHIM_NVRTC")) {
+        int architecture = 0;
+        for (int i = 0; i < count; ++i) sscanf(options[i], "--gpu-architecture=sm_%d", &architecture);
+        if (architecture > atoi(most)) return INVALID_OPTION;
+    }
     if (program->source.find(OWN) != std::string::npos) {
         program->image = program->source;
         return SUCCESS;

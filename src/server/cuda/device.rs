@@ -1,8 +1,9 @@
 //! Which GPU a rank uses.
 
 use cubecl::cuda::CudaRuntime;
-use cudarc::driver::{result, sys};
+use cudarc::driver::result;
 
+use super::driver;
 use crate::server::CollectiveDevice;
 use bonfire_core::Error;
 
@@ -10,21 +11,16 @@ impl CollectiveDevice<CudaRuntime> {
     /// Returns the number of GPUs that this process sees, which is at least 1.
     ///
     /// # Errors
-    /// [`Error::Library`] if there is no driver, or none that starts; [`Error::Io`] if there is no GPU.
+    /// [`Error::Library`] if the driver is missing, does not start, or is too old; [`Error::Io`] if there is no GPU.
     pub fn gpus() -> Result<usize, Error> {
-        let unusable = |reason: String| Error::Library { library: "NVIDIA's driver".into(), reason };
-        // SAFETY: loads only the driver's library, which may be loaded at any time.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(unusable("it is not found: install it, or name libcuda.so's folder in LD_LIBRARY_PATH".into()));
-        }
-        let started = result::init().and_then(|()| result::device::get_count());
-        match started {
+        driver::start()?;
+        match result::device::get_count() {
             Ok(gpus @ 1..) => Ok(gpus as usize),
             Ok(_) => {
                 let none = "the driver finds none: see nvidia-smi, and CUDA_VISIBLE_DEVICES";
                 Err(Error::io("looking for GPUs", std::io::Error::other(none)))
             }
-            Err(error) => Err(unusable(format!("it does not start: {error}; see nvidia-smi"))),
+            Err(error) => Err(Error::io("looking for GPUs", error)),
         }
     }
 

@@ -59,6 +59,38 @@ impl Copy {
 
 static GPUS: LazyLock<Mutex<HashMap<usize, Arc<Gpu>>>> = LazyLock::new(Mutex::default);
 
+/// The oldest version of CUDA whose driver has all functions that cubecl-cuda 0.10 calls (cuTensorMapEncodeTiled).
+const OLDEST: i32 = 12_000;
+
+/// Starts the driver.
+///
+/// # Errors
+/// [`Error::Library`] if it is missing, does not start, or is too old.
+pub(super) fn start() -> Result<(), Error> {
+    static STARTED: LazyLock<Result<(), Error>> = LazyLock::new(|| {
+        let unusable = |reason: String| Error::Library { library: "NVIDIA's driver".into(), reason };
+        // SAFETY: the call looks for the driver's library, whose initialisers have no requirements.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(unusable(
+                "libcuda.so is not found: install it, in a container let it in (`--gpus all`), or name its folder in \
+                 LD_LIBRARY_PATH"
+                    .into(),
+            ));
+        }
+        let mut version = 0;
+        // SAFETY: `version` receives the result. The driver need not be started for it.
+        let asked = unsafe { sys::cuDriverGetVersion(&mut version) }.result();
+        let started = asked.and_then(|()| if version < OLDEST { Ok(()) } else { result::init() });
+        started.map_err(|error| unusable(format!("it does not start: {error}; see nvidia-smi")))?;
+        if version < OLDEST {
+            let supported = format!("{}.{}", version / 1000, version % 1000 / 10);
+            return Err(unusable(format!("it supports CUDA {supported}; install 525 or newer, which supports 12.0")));
+        }
+        Ok(())
+    });
+    STARTED.clone()
+}
+
 /// Keeps a GPU's context current on this thread until it is dropped.
 pub(super) struct ContextGuard;
 
@@ -77,7 +109,7 @@ impl Gpu {
             return Ok(gpu.clone());
         }
         let failed = |e| failure("finding the device", ordinal, e);
-        result::init().map_err(failed)?;
+        start()?;
         let device = result::device::get(ordinal as i32).map_err(failed)?;
         // SAFETY: the driver returned `device`.
         let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(failed);
@@ -131,9 +163,27 @@ impl Gpu {
     }
 }
 
+/// The error of a request to the driver, such as "making a stream", for this GPU.
 pub(super) fn failure(what: &str, ordinal: usize, error: DriverError) -> Error {
+    use sys::CUresult::{
+        CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_OUT_OF_MEMORY,
+        CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+    };
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
-    Error::broken(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
+    let reason = text.unwrap_or_else(|_| format!("{:?}", error.0));
+    match error.0 {
+        CUDA_ERROR_OUT_OF_MEMORY => {
+            Error::OutOfMemory { operation: what.into(), device: format!("GPU {ordinal}"), reason }
+        }
+        CUDA_ERROR_INVALID_IMAGE | CUDA_ERROR_NO_BINARY_FOR_GPU | CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
+            let reason = format!(
+                "{what} on GPU {ordinal}: {reason}; it is older than the NVRTC that compiled the kernel: update the \
+                 driver, or install an NVRTC of the CUDA version that nvidia-smi prints, or of an older one"
+            );
+            Error::Library { library: "NVIDIA's driver".into(), reason }
+        }
+        _ => Error::broken(format!("{what} on GPU {ordinal}"), reason),
+    }
 }
 
 /// A fault of a GPU, as the driver reports it. See [`Error::Gpu`].

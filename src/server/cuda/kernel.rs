@@ -7,6 +7,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use cudarc::driver::{DriverError, result, sys};
 use cudarc::nvrtc;
+use cudarc::nvrtc::result::NvrtcError;
+use cudarc::nvrtc::sys::nvrtcResult;
 
 use bonfire_core::internal::lock;
 use bonfire_core::{DType, Error, ReduceOp};
@@ -116,11 +118,9 @@ impl Kernel {
             return Ok(image.clone());
         }
         let begin = std::time::Instant::now();
-        let image = Arc::new(
-            compile(&self.source(), architecture)
-                .map_err(|e| Error::broken(format!("compiling the kernel {self} for sm_{architecture}"), e))?,
-        );
-        log::debug!("compiled the kernel {self} for sm_{architecture} in {:.1?}", begin.elapsed());
+        let what = format!("compiling the kernel {self} for sm_{architecture}");
+        let image = Arc::new(compile(&self.source(), architecture, &what)?);
+        log::debug!("{what} took {:.1?}", begin.elapsed());
         Ok(lock(&IMAGES).entry((*self, architecture)).or_insert(image).clone())
     }
 }
@@ -145,23 +145,38 @@ fn inline_includes(source: &str, seen: &mut Vec<&'static str>) -> String {
     text
 }
 
-/// Compiles a source with NVRTC. The error is the compiler's log.
-fn compile(source: &str, architecture: u32) -> Result<Vec<u8>, String> {
+/// Compiles a source with NVRTC. `what` says so in errors.
+///
+/// # Errors
+/// [`Error::Library`] if NVRTC is missing, or older than the GPU.
+fn compile(source: &str, architecture: u32, what: &str) -> Result<Vec<u8>, Error> {
+    let unfit = |reason: String| {
+        let reason = format!(
+            "{what}: {reason}; install CUDA's run-time compiler (PyPI: nvidia-cuda-nvrtc-cu12, or -cu13, whichever \
+             the driver supports), and add its folder to LD_LIBRARY_PATH"
+        );
+        Error::Library { library: "NVRTC".into(), reason }
+    };
     // SAFETY: the call only tries to load the library.
     if !unsafe { nvrtc::sys::is_culib_present() } {
-        return Err("libnvrtc is missing; install CUDA's run-time compiler (PyPI: nvidia-cuda-nvrtc-cu12), and add \
-                    its folder to LD_LIBRARY_PATH"
-            .into());
+        return Err(unfit("libnvrtc is missing".into()));
     }
-    let source = CString::new(source).map_err(|e| e.to_string())?;
-    let program = nvrtc::result::create_program(&source, None).map_err(|e| format!("{e:?}"))?;
+    let failed = |error: NvrtcError| Error::broken(what, format!("{error:?}"));
+    let source = CString::new(source).map_err(|e| Error::broken(what, e))?;
+    let program = nvrtc::result::create_program(&source, None).map_err(failed)?;
     let options = [format!("--gpu-architecture=sm_{architecture}"), "--std=c++17".into(), "-lineinfo".into()];
     // SAFETY: `program` lives until it is destroyed below and is not used after that. The image has as many bytes as
     // the library says.
     unsafe {
         let image = match nvrtc::result::compile_program(program, &options) {
-            Ok(()) => image(program),
-            Err(error) => Err(compile_log(program).unwrap_or_else(|| format!("{error:?}"))),
+            Ok(()) => image(program).map_err(failed),
+            // All options but the architecture are the same everywhere.
+            Err(NvrtcError(nvrtcResult::NVRTC_ERROR_INVALID_OPTION)) => {
+                let (mut major, mut minor) = (0, 0);
+                let _ = nvrtc::sys::nvrtcVersion(&mut major, &mut minor);
+                Err(unfit(format!("version {major}.{minor} does not support this GPU")))
+            }
+            Err(error) => Err(Error::broken(what, compile_log(program).unwrap_or_else(|| format!("{error:?}")))),
         };
         let _ = nvrtc::result::destroy_program(program);
         image
@@ -170,15 +185,13 @@ fn compile(source: &str, architecture: u32) -> Result<Vec<u8>, String> {
 
 /// # Safety
 /// The program must have been compiled, and be alive.
-unsafe fn image(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, String> {
+unsafe fn image(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, NvrtcError> {
     let mut size = 0;
     // SAFETY: guaranteed by the caller; the vector has the size that the library asks for.
     unsafe {
-        nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result().map_err(|e| format!("{e:?}"))?;
+        nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result()?;
         let mut image = vec![0u8; size];
-        nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast::<c_char>())
-            .result()
-            .map_err(|e| format!("{e:?}"))?;
+        nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast::<c_char>()).result()?;
         Ok(image)
     }
 }

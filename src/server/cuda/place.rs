@@ -1,12 +1,13 @@
 //! Where the ranks' GPUs are, and whether kernels can serve ranks of several processes there, as far as can be told
 //! before trying.
 
-use cudarc::driver::{DriverError, result};
+use cudarc::driver::{DriverError, result, sys};
 use serde::{Deserialize, Serialize};
 
 use super::choice::{Link, Topology};
 use super::control::MAX_RANKS;
 use super::driver::{Gpu, failure};
+use super::reach::KERNELS_NEED;
 use bonfire_core::Error;
 
 /// Where a rank's GPU is.
@@ -26,7 +27,7 @@ impl Place {
     pub fn of(gpu: &Gpu) -> Result<Place, Error> {
         let reason = |why: &str| Error::broken("sharing memory between processes", why);
         if !gpu.runs_kernels() {
-            return Err(reason("the GPU lacks features that the kernels need"));
+            return Err(reason(&format!("the GPU lacks {KERNELS_NEED}")));
         }
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
         if host.is_empty() {
@@ -50,7 +51,10 @@ impl Place {
 
 fn uuid(ordinal: usize) -> Result<Uuid, DriverError> {
     let device = result::device::get(ordinal as i32)?;
-    Ok(result::device::get_uuid(device)?.bytes.map(|byte| byte as u8))
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: `uuid` receives the number of an existing device. The second version tells parts of a GPU from each other.
+    unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) }.result()?;
+    Ok(uuid.bytes.map(|byte| byte as u8))
 }
 
 /// How kernels could serve these ranks, whose processes are given too, or why they cannot. The link is that of GPUs

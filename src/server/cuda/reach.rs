@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::choice::Link;
-use super::driver::{Gpu, Stream};
-use super::memory::Memory;
+use super::driver::{Copy, Gpu, Stream};
+use super::memory::{HostWords, Memory};
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
@@ -19,6 +19,10 @@ pub(super) fn link(gpus: &[&Gpu]) -> Link {
         _ => Link::Pcie,
     }
 }
+
+/// What a GPU needs for our kernels, and its driver.
+pub(super) const KERNELS_NEED: &str =
+    "compute capability 7.0 or higher, streams that wait for words in memory, and memory pools";
 
 impl Gpu {
     /// Whether kernels on this GPU can access the memory of `other`. Enables the access.
@@ -73,15 +77,17 @@ impl Gpu {
     pub fn orders_streams(&self) -> bool {
         let try_out = || -> Result<(), Error> {
             let stream = Arc::new(Stream::new(self)?);
-            let word = Memory::zeroed(&stream, size_of::<u64>())?;
-            stream.write(word.address, 1)?;
-            stream.wait_for(word.address, 1)?;
+            let on_gpu = Memory::zeroed(&stream, size_of::<u64>())?;
+            for word in [on_gpu.address, HostWords::zeroed(self, 1)?.address(0)] {
+                stream.write(word, 1)?;
+                stream.wait_for(word, 1)?;
+            }
             stream.synchronize()
         };
         *self.stream_ordering.get_or_init(|| try_out().inspect_err(|error| log::warn!("{error}")).is_ok())
     }
 
-    /// Gives this GPU access to what cubecl allocates on `other`, from that device's default memory pool.
+    /// Gives this GPU access to what cubecl allocates on `other`, from that device's current memory pool.
     fn share_pool(&self, other: &Gpu) -> Result<(), Error> {
         /// The driver's CUmemAccessDesc. Its declaration differs between versions of the header, its layout does not.
         #[repr(C)]
@@ -98,21 +104,23 @@ impl Gpu {
         let mut pool = std::ptr::null_mut();
         // SAFETY: a device's default pool lives as long as the process, and `access` for the call.
         let shared = unsafe {
-            let found = sys::cuDeviceGetDefaultMemPool(&mut pool, other.ordinal as i32);
+            let found = sys::cuDeviceGetMemPool(&mut pool, other.ordinal as i32);
             other.check("finding the memory pool", found)?;
             sys::cuMemPoolSetAccess(pool, (&raw const access).cast(), 1)
         };
         other.check("sharing the memory pool", shared)
     }
 
-    /// Whether a word that this GPU writes to pool memory of `other` arrives. Drivers have claimed access that did not
-    /// work.
+    /// Whether this GPU can read a word in pool memory of `other`, and write it to another place there. Drivers have
+    /// claimed access that did not work.
     fn verify_access(&self, other: &Gpu) -> Result<bool, Error> {
         const WORD: u32 = 0x600d_c0de;
         let (theirs, ours) = (Arc::new(Stream::new(other)?), Stream::new(self)?);
-        let word = Memory::zeroed(&theirs, 4)?;
-        let outcome = ours.fill(word.address, WORD, 1).and_then(|()| ours.synchronize());
-        let read = theirs.read(word.address, 1)?;
+        let words = Memory::zeroed(&theirs, 8)?;
+        theirs.fill(words.address, WORD, 1)?;
+        theirs.synchronize()?;
+        let outcome = ours.copy(&Copy::of(words.address, words.address + 4, 4)).and_then(|()| ours.synchronize());
+        let read = theirs.read(words.address + 4, 1)?;
         let verified = outcome.is_ok() && read[0] == WORD;
         if !verified {
             log::warn!(

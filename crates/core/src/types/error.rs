@@ -222,6 +222,20 @@ pub enum Error {
         elapsed: Duration,
     },
 
+    /// A device has too little free memory. On a device of the group it poisons the group, not the device.
+    #[error(
+        "{operation}: {device} is out of memory ({reason}); end other programs on it, put fewer ranks on it, make the \
+         batch smaller, or divide the training's state among the ranks (`FullyShardedParallel`)"
+    )]
+    OutOfMemory {
+        /// What needed the memory.
+        operation: String,
+        /// The device.
+        device: String,
+        /// The error of the device's library.
+        reason: String,
+    },
+
     /// A function of NCCL failed. The communicator was aborted; its other ranks fail with errors of their own.
     #[error(
         "{function} of NCCL failed on rank {rank} with code {code} after {elapsed:.1?}: {reason}; for details, set \

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::communicator::{Communicator, GRACE};
 use super::library::{Config, Library, SUCCESS, Version, library};
+use crate::server::cuda::driver;
 use bonfire_core::internal::{AgreedOperations, RankList};
 use bonfire_core::{Deadline, Error, Group};
 
@@ -29,16 +30,11 @@ impl Gpu {
     /// Returns the GPU with this ordinal in CUDA, in this process.
     ///
     /// # Errors
-    /// [`Error::Library`] if there is no driver, [`Error::Io`] if there is no such GPU.
+    /// [`Error::Library`] if the driver is missing, does not start, or is too old; [`Error::Io`] if there is no such
+    /// GPU.
     pub fn of(ordinal: usize) -> Result<Gpu, Error> {
         let failed = |error| Error::io(format!("asking CUDA for GPU {ordinal}"), error);
-        // SAFETY: the call looks for the driver's library, whose initialisers have no requirements.
-        if !unsafe { sys::is_culib_present() } {
-            let reason =
-                "libcuda.so is not found: install NVIDIA's driver, and in a container let it in (`--gpus all`)";
-            return Err(Error::Library { library: "CUDA's driver".into(), reason: reason.into() });
-        }
-        result::init().map_err(failed)?;
+        driver::start()?;
         let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(failed)?;
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: `uuid` receives the number of an existing device.

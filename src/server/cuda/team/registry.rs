@@ -7,9 +7,10 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
 use super::{GroupTeam, Team};
-use crate::server::cuda::choice::{Mode, SETTING};
+use crate::server::cuda::choice::{Mode, setting};
 use crate::server::cuda::control::MAX_RANKS;
 use crate::server::cuda::driver::Gpu;
+use crate::server::cuda::reach::KERNELS_NEED;
 use crate::server::cuda::shared::Shared;
 use crate::server::device::physical;
 use crate::server::status::Status;
@@ -28,7 +29,9 @@ static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLo
 
 /// Whether kernels can serve these devices: each must be able to access the memory of all others.
 pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
-    if SETTING.paths().all(|mode| mode == Mode::Host) || !(1..=MAX_RANKS).contains(&devices.len()) {
+    // A call returns the error of a malformed setting.
+    let host_only = setting().is_ok_and(|setting| setting.paths().all(|mode| mode == Mode::Host));
+    if host_only || !(1..=MAX_RANKS).contains(&devices.len()) {
         return false;
     }
     if let Some(kernels_supported) = lock(&KERNELS_SUPPORTED).get(devices) {
@@ -48,10 +51,8 @@ pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
         }
         for gpu in &gpus {
             if !gpu.runs_kernels() {
-                log::warn!(
-                    "GPU {} lacks features that the kernels need; its collectives go through host memory",
-                    gpu.ordinal
-                );
+                let gpu = gpu.ordinal;
+                log::warn!("GPU {gpu} lacks {KERNELS_NEED}; its collectives go through host memory");
                 return Ok(false);
             }
         }
