@@ -9,7 +9,7 @@
 #include "host.cuh"
 
 // Release: earlier work on the tensors' streams, which this kernel is ordered after, happens before the word's store.
-// System scope, because the driver reads the word, no thread of this GPU, and then other GPUs read the tensors.
+// System scope, because the driver reads the word, which is no thread of this GPU.
 extern "C" __global__ void tensors_ready(const void *, const void *, const void *,
                                          const __grid_constant__ Order order) {
     ptx::store_release_system(reinterpret_cast<u64 *>(order.word), order.value);
@@ -21,7 +21,7 @@ extern "C" __global__ void await_done(const void *, const __grid_constant__ Orde
     Host &host = *reinterpret_cast<Host *>(order.host);
     u64 began = ptx::nanoseconds();
     // Acquire: later work on this stream sees the call's stores, which precede the driver's write of the word. System
-    // scope, because the driver writes it, and because kernels on other GPUs made some of the stores.
+    // scope, because the driver, which is no thread of this GPU, writes it.
     for (u32 polls = 1; ptx::load_acquire_system(word) < order.value; ++polls) {
         if (polls % POLLS_BETWEEN_LOOKS) continue;
         bool aborted = ptx::load_relaxed_system(&host.abort);
