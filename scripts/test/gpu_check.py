@@ -29,9 +29,10 @@ REAL_TOOLKIT = os.path.exists("/usr/local/cuda") or shutil.which("nvcc")
 def alive(process):
     """Whether a process runs, from its number in a file."""
     try:
-        state = pathlib.Path(f"/proc/{process.read_text().strip()}/stat").read_text()
+        state = pathlib.Path(f"/proc/{int(process.read_text())}/stat").read_text()
         return state.rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
+    # ValueError: the file exists, and the number is not yet in it.
+    except (FileNotFoundError, ProcessLookupError, ValueError):
         return False
 
 
