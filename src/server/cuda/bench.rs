@@ -46,6 +46,7 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
     let mut parameters = Parameters {
         timeout: 10_000_000_000,
         ranks: ranks as u64,
+        root: call.root.unwrap_or(0) as u64,
         count: call.count as u64,
         width: if call.reduction.is_some() { 0 } else { size as u64 },
         ..Parameters::default()
@@ -82,9 +83,10 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
     let seconds = slowest(&streams, &mut || run(calls))?;
     let expected = result(call, ranks);
     for (rank, target) in targets.iter().enumerate() {
-        // A rank of a reduce_scatter has the result of its part only.
+        // A rank may have the result of its part only, or none.
         let count = match call.operation {
-            Operation::ReduceScatter => partition(call.count, ranks, rank).len(),
+            Operation::Gather if call.root != Some(rank) => continue,
+            Operation::ReduceScatter | Operation::Scatter => partition(call.count, ranks, rank).len(),
             _ => call.count,
         };
         let read = stream_of(rank).read(target.address, count * size / WORD)?;
