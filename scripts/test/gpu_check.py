@@ -207,13 +207,14 @@ class GpuCheck(unittest.TestCase):
         (self.folder / "toolkit/lib64/libnccl.so.2").unlink()
         self.program("test-nccl", OK)
         skipped = "skipped: libnccl not found; pip install nvidia-nccl-cu12"
-        self.assertIn(f"tests/nccl           {skipped}\n", self.check("tests/nccl", status=77))
+        self.assertIn(f"tests/nccl            {skipped}\n", self.check("tests/nccl", status=77))
         self.assertIn(f"| tests/nccl | {skipped} |", (self.out / "summary.md").read_text())
         row = self.rows()["tests/nccl"]
         self.assertEqual((row["result"], row["reason"]), ("skipped", skipped.removeprefix("skipped: ")))
         self.put("toolkit/lib64/libnccl.so.2")
         output = self.check("tests/nccl_groups", status=77)
         self.assertIn("skipped: needs NCCL 2.30 or 5 GPUs; found NCCL 2.27.3 and 1 GPUs", output)
+        self.assertIn("skipped: needs 4 GPUs; found 1", self.check("bench/paths/4", status=77))
 
     def test_failures(self):
         self.toolkit()
@@ -254,13 +255,13 @@ class GpuCheck(unittest.TestCase):
         tests = ["cuda", "cuda_groups", "cuda_compute", "cuda_training", "digits", "nccl"]
         for name in [f"test-{test}" for test in tests]:
             self.program(name, OK)
-        for name in ["example-gpu_bench", "example-digits", "example-burn_train"]:
+        for name in ["example-gpu_bench", "example-digits", "example-burn_train", "cli-bonfire"]:
             self.program(name, "echo a figure")
         output = self.check()
         steps = list(dict.fromkeys(name.split("/")[0] for name in self.rows()))
         self.assertEqual(steps, ["tests", "bench", "forms", "sanitizer", "soak", "trainers"])
         self.assertIn("a figure\n", output)
-        self.assertIn("17 passed, 0 failed, 5 skipped", output)
+        self.assertIn("20 passed, 0 failed, 7 skipped", output)
 
     # The end at any moment
 
