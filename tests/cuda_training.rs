@@ -394,9 +394,13 @@ mod software {
         let (driver, mut copied) = (SoftwareDriver::loaded(), Vec::new());
         let trained = together::<Training>(group, device, way, || copied.push(driver.copied()));
         let moved = |from: usize| [0, 1].map(|direction| copied[from + 1][direction] - copied[from][direction]);
-        for (when, [downloaded, uploaded]) in [("taking parameters", moved(0)), ("in five steps", moved(2))] {
+        // Processes try each other's memory when a group is new, by reading words of 4 bytes.
+        let words = 64;
+        for (when, [downloaded, uploaded], most) in
+            [("taking parameters", moved(0), words), ("in five steps", moved(2), 0)]
+        {
             eprintln!("{way:?}, {when}: {downloaded} bytes downloaded, {uploaded} uploaded");
-            assert_eq!(downloaded, 0, "{way:?}, {when}");
+            assert!(downloaded <= most, "{way:?}, {when}: {downloaded} bytes");
             // Shapes and strides, which cubecl's kernels read. The model has 664,000 bytes, and the layer without
             // gradients 196,800 of them.
             assert!(uploaded < 32 << 10, "{way:?}, {when}: {uploaded} bytes");

@@ -4,11 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, Float, Int, Tensor, TensorData, TensorPrimitive};
 
-use super::layout::{Layout, cut};
+use super::layout::{Layout, Part, cut};
+use crate::tensor::device::uses_collective_devices;
 use crate::tensor::host::Source;
 use crate::train::sharded_block::BlockPath;
 use crate::train::values::Positions;
@@ -88,22 +89,40 @@ impl<B: AutodiffBackend> ModuleMapper<B> for PartCutter<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let Some(&position) = self.positions.get(&param.id) else { return param };
         let (id, whole, mapper) = param.consume();
-        let (device, dtype) = (whole.device(), whole.dtype());
-        let source =
-            Source::read::<B::InnerBackend, Float>("reading a parameter", whole.clone().inner().into_primitive());
-        let (source, _) = match source {
-            Ok(read) => read,
+        let (part, rank) = (&self.layout.parts[position], self.layout.rank);
+        let cut = match uses_collective_devices::<B::InnerBackend>() && part.bytes > 0 {
+            true => Ok(cut_on_device(whole.clone().inner(), rank, part)),
+            false => cut_on_host(whole.clone().inner(), rank, part),
+        };
+        let new = match cut {
+            Ok(part) => Tensor::from_inner(part).set_require_grad(whole.is_require_grad()),
             Err(error) => {
                 self.failure.get_or_insert(error);
-                return Param::from_mapped_value(id, whole, mapper);
+                whole
             }
         };
-        let mut bytes = vec![0; self.layout.parts[position].bytes];
-        cut(source.bytes(), self.layout.rank, &mut bytes);
-        let data = TensorData::from_bytes_vec(bytes, self.layout.parts[position].shape.clone(), dtype);
-        let part = Tensor::<B, D>::from_data(data, (&device, dtype)).set_require_grad(whole.is_require_grad());
-        Param::from_mapped_value(id, part, mapper)
+        Param::from_mapped_value(id, new, mapper)
     }
+}
+
+/// The part is in memory of its own: a slice alone may keep all of the whole.
+fn cut_on_device<B: Backend, const D: usize>(whole: Tensor<B, D>, rank: usize, part: &Part) -> Tensor<B, D> {
+    let rows = whole.dims()[0];
+    let [start, end] = [rank, rank + 1].map(|rank| (rank * part.shape[0]).min(rows));
+    let padded = Tensor::zeros(part.shape.clone(), (&whole.device(), whole.dtype()));
+    if start == end { padded } else { padded.slice_assign(0..end - start, whole.slice(start..end)) }
+}
+
+fn cut_on_host<B: Backend, const D: usize>(
+    whole: Tensor<B, D>,
+    rank: usize,
+    part: &Part,
+) -> Result<Tensor<B, D>, Error> {
+    let (device, dtype) = (whole.device(), whole.dtype());
+    let (source, _) = Source::read::<B, Float>("reading a parameter", whole.into_primitive())?;
+    let mut bytes = vec![0; part.bytes];
+    cut(source.bytes(), rank, &mut bytes);
+    Ok(Tensor::from_data(TensorData::from_bytes_vec(bytes, part.shape.clone(), dtype), (&device, dtype)))
 }
 
 /// Replaces each part by the whole parameter.
