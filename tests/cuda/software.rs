@@ -1,13 +1,18 @@
 //! Properties of the streams that collectives and copies run on, as the software driver records them.
 //! `scripts/gpu-check` leaves these tests out.
 
+use std::time::{Duration, Instant};
+
+use bonfire::Error;
 use bonfire::server::copy;
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use cubecl::server::Handle;
+use cubecl::server::ReduceOperation::Sum;
 use cudarc::driver::{CudaContext, sys};
 
 use crate::Devices;
 use crate::devices::{F32, create, read};
-use crate::faults::works;
+use crate::faults::{SLACK, works};
 use crate::software_driver::SoftwareDriver;
 
 #[test]
@@ -53,4 +58,86 @@ fn copies_do_not_wait_for_the_host_and_their_memory_is_reused() {
     clients.iter().for_each(|client| client.flush().unwrap());
     assert_eq!(driver.host_functions(), before, "no copy calls the host");
     assert_eq!(in_use(), after_one, "the memory of copies that are done is free");
+}
+
+/// Starts the test `name` of this module in a process with two GPUs. The first has a fault in a launch of a kernel, as
+/// `SHIM_FAULT` says. Returns the errors of two devices.
+fn faulty(name: &str, fault: &str) -> [Error; 2] {
+    let variables = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2"), ("SHIM_FAULT", fault)];
+    let variables = variables.map(|(name, value)| (name, value.to_owned()));
+    let mut process = Process::start(&format!("software::{name}"), &variables);
+    let errors = [(); 2].map(|()| process.outcome().expect_err("the GPU has a fault"));
+    assert_eq!(process.read_line(), "done");
+    assert!(process.end().success());
+    errors
+}
+
+/// Two devices on the second of two GPUs.
+fn on_the_second_gpu() -> Devices {
+    let [one, other] = [3, 5].map(|replica| Devices::new(replica, 1));
+    Devices { all: [one.all, other.all].concat(), ids: [one.ids, other.ids].concat() }
+}
+
+/// Reports the failures of these devices, and shows that others work.
+fn report_failures(devices: &Devices) {
+    devices.all.iter().for_each(|device| report(&Err(device.failure().expect("it is poisoned"))));
+    works(&on_the_second_gpu());
+    send_line("done");
+}
+
+fn names_the_fault(error: &Error) {
+    let text = error.to_string();
+    let named = matches!(error, Error::Gpu { gpu: 0, reason, .. } if reason.starts_with("CUDA_ERROR_ILLEGAL_ADDRESS"));
+    assert!(named && text.contains("restart the job"), "{text}");
+}
+
+#[test]
+#[ignore = "needs the software driver"]
+fn a_fault_in_an_all_reduce_is_named_by_all_devices() {
+    SoftwareDriver::loaded();
+    if !is_child() {
+        let errors = faulty("a_fault_in_an_all_reduce_is_named_by_all_devices", "0:push_sum_f32:3");
+        return errors.iter().for_each(names_the_fault);
+    }
+    let devices = Devices::new(0, 2);
+    works(&devices);
+    let begin = Instant::now();
+    devices.run(|_, mut client| {
+        let tensor = create(&client, &[1.0]);
+        while client.flush().is_ok() {
+            client.all_reduce(tensor.clone(), tensor.clone(), F32, devices.ids.clone(), Sum);
+            client.sync_collective();
+        }
+    });
+    assert!(begin.elapsed() < SLACK, "{:.1?}", begin.elapsed());
+    report_failures(&devices);
+}
+
+/// The copy that was lent never arrives, so the device that receives it fails at its deadline.
+#[test]
+#[ignore = "needs the software driver"]
+fn a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices() {
+    SoftwareDriver::loaded();
+    if !is_child() {
+        let [lends, receives] = faulty("a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices", "0:tensors_ready:5");
+        names_the_fault(&lends);
+        let text = receives.to_string();
+        return assert!(matches!(receives, Error::Broken { .. }) && text.contains("in time"), "{text}");
+    }
+    let devices = Devices::new(0, 2);
+    works(&devices);
+    devices.all.iter().for_each(|device| device.set_deadline(Duration::from_secs(2)));
+    let clients = [devices.client(0), devices.client(1)];
+    let source = create(&clients[0], &[3.5; 64]);
+    let begin = Instant::now();
+    loop {
+        let tensor = source.clone().copy_descriptor([64].into(), [1].into(), F32.size());
+        let Ok(copied) = copy(&clients[0], tensor, &clients[1]) else { break };
+        match clients[1].read_one(copied) {
+            Ok(bytes) => assert!(bytemuck::pod_collect_to_vec::<u8, f32>(&bytes) == [3.5; 64]),
+            Err(_) => break,
+        }
+    }
+    assert!(begin.elapsed() < SLACK, "{:.1?}", begin.elapsed());
+    report_failures(&devices);
 }
