@@ -29,17 +29,32 @@ __device__ __forceinline__ void join(Sums<R, N> &sums, const Tile<typename R::El
     }
 }
 
-// Joins the packs of `rank` and of the next one, if there is one. Both ranks' loads are in flight before either's packs
-// are used.
-template <class R, u32 N, bool FIRST>
-__device__ __forceinline__ void join_two(Sums<R, N> &sums, const Meeting &meeting, u32 rank, u64 from,
+// Whether all loads must come before a branch, see load_two(). For these, NVRTC's code for sm_100 and sm_120 would wait
+// for the first pack before it loads the others.
+template <class R> constexpr bool PACKS_FIRST = false;
+template <> constexpr bool PACKS_FIRST<Max<f32>> = true;
+template <> constexpr bool PACKS_FIRST<Min<f32>> = true;
+
+// Joins the packs of rank 0.
+template <class R, u32 N>
+__device__ __forceinline__ void join_one(Sums<R, N> &sums, const Meeting &meeting, u64 from,
                                          const Reach<typename R::Element, N> &reach) {
     typedef typename R::Element T;
-    bool second = rank + 1 < meeting.call.ranks;
     // Lanes that are not loaded are computed with, but not stored.
+    Tile<T, N> only = {};
+    load<T, N>(only, meeting.source<T>(0) + from, reach);
+    join<R, N, true>(sums, only);
+}
+
+// Joins the packs of `rank` and of the next one, if there is a `second`. Both ranks' loads are in flight before packs
+// of either are used.
+template <class R, u32 N, bool FIRST>
+__device__ __forceinline__ void join_two(Sums<R, N> &sums, const Meeting &meeting, u32 rank, bool second, u64 from,
+                                         const Reach<typename R::Element, N> &reach) {
+    typedef typename R::Element T;
     Tile<T, N> one = {}, other = {};
     const T *source = meeting.source<T>(rank) + from, *next = meeting.source<T>(rank + second) + from;
-    load_two<T, N>(one, source, other, next, reach, second);
+    load_two<T, N, PACKS_FIRST<R>>(one, source, other, next, reach, second);
     join<R, N, FIRST>(sums, one);
     if (second) join<R, N, false>(sums, other);
 }
@@ -52,9 +67,14 @@ __device__ __forceinline__ void combine(Tile<typename R::Element, N> &result, co
     typedef typename R::Element T;
     u32 ranks = u32(meeting.call.ranks);
     Sums<R, N> sums;
-    join_two<R, N, true>(sums, meeting, 0, from, reach);
+    // One rank is a case of its own: a branch between the first two ranks' loads and their use would let the compiler
+    // move the second one's loads behind it, where it has waited for the first one's.
+    if (ranks > 1) join_two<R, N, true>(sums, meeting, 0, true, from, reach);
+    else join_one<R, N>(sums, meeting, from, reach);
 #pragma unroll 1
-    for (u32 rank = 2; rank < ranks; rank += 2) join_two<R, N, false>(sums, meeting, rank, from, reach);
+    for (u32 rank = 2; rank < ranks; rank += 2) {
+        join_two<R, N, false>(sums, meeting, rank, rank + 1 < ranks, from, reach);
+    }
 #pragma unroll
     for (u32 i = 0; i < UNROLL<T>; ++i) {
         Pack<T, N> pack;

@@ -19,11 +19,14 @@ __device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte 
     for_tiles<Byte>(slots, part.first, part.first + part.count, [&](const Reach<Byte, N> &reach) {
         Tile<Byte, N> tile = {};
         load<Byte, N>(tile, from, reach);
-        // Each rank starts with another target, so that they do not all write to one.
-        for (u32 i = 0, peer = rank; i < ranks; ++i, peer = peer + 1 == ranks ? 0 : peer + 1) {
+        // Each rank starts with another target, so that they do not all write to one. There is always one, or else the
+        // compiler would put a branch between the loads.
+        u32 i = 0, peer = rank;
+        do {
             Byte *target = to(peer);
             if (target && target != from) store<Byte, N>(target, tile, reach);
-        }
+            peer = peer + 1 == ranks ? 0 : peer + 1;
+        } while (++i < ranks);
     });
 }
 

@@ -121,15 +121,20 @@ __device__ __forceinline__ void load(Tile<T, N> &tile, const T *from, const Reac
 
 // Loads two tiles, the second one only if it is `present`. The packs of both are in flight together: the branch for
 // elements comes first, because a branch between a load and its use would let the compiler wait for all loads at once.
-template <class T, u32 N>
+// With PACKS_FIRST it does so: for code that the compiler would otherwise mix with the loads.
+template <class T, u32 N, bool PACKS_FIRST = false>
 __device__ __forceinline__ void load_two(Tile<T, N> &first, const T *from_first, Tile<T, N> &second,
                                          const T *from_second, const Reach<T, N> &reach, bool present) {
+    auto load_all_packs = [&] {
+        load_packs<T, N>(first, from_first, reach, true);
+        load_packs<T, N>(second, from_second, reach, present);
+    };
+    if constexpr (PACKS_FIRST) load_all_packs();
     if (reach.ragged) {
         load_elements<T, N>(first, from_first, reach);
         if (present) load_elements<T, N>(second, from_second, reach);
     }
-    load_packs<T, N>(first, from_first, reach, true);
-    load_packs<T, N>(second, from_second, reach, present);
+    if constexpr (!PACKS_FIRST) load_all_packs();
 }
 
 template <class T, u32 N>
