@@ -6,10 +6,10 @@ word of each instruction, so loads are counted as the hardware counts them: a lo
 instruction that waits for its scoreboard. Which registers instructions read would not tell: loads may share a
 scoreboard, and an instruction that needs one of them then waits for all.
 
-The count follows all paths from every load through the control flow graph, loops included, with nothing else
-in flight. A predicated load counts as issued; a call of a subroutine counts as a wait for everything. Where the control
-words are in an instruction is not documented, so it is checked on every path: no instruction may name a register that a
-load in flight has yet to write.
+Each load has figures of its own, so that good ones do not hide a serial loop beside them. The count follows all paths
+through the control flow graph, loops included, and takes the fewest of all paths. A predicated load counts as issued; a
+call of a subroutine counts as a wait for everything. Where the control words are in an instruction is not documented,
+so it is checked on every path: no instruction may name a register that a load in flight has yet to write.
 """
 
 import collections
@@ -19,9 +19,14 @@ import struct
 import subprocess
 import tempfile
 
-# What a kernel does at once. `loads` and `ahead` refer to loads of 16 bytes or more of a tensor, `words` to the 8-byte
-# loads that poll failures and signals.
-Figures = collections.namedtuple("Figures", "loads ahead words registers spills")
+# What a kernel does at once. `loads` are the loads of 16 bytes or more of a tensor, as Loads; `words` is the number of
+# 8-byte loads that poll failures and signals and are in flight at once, where there are most.
+Figures = collections.namedtuple("Figures", "loads words registers spills")
+# How many loads are in flight at once while this one is, and how many that an instruction does not wait for were then
+# issued after all that it waits for. Both are the fewest of all paths, but of each path the most.
+Load = collections.namedtuple("Load", "together ahead address")
+# A load on one path.
+Flight = collections.namedtuple("Flight", "at board register together ahead")
 
 BULK = re.compile(r"LDG?\.E(\.\w+)*\.(128|256)\b(?!.*STRONG)")
 WORD = re.compile(r"LDG?\.E\.64\.STRONG\.SYS")
@@ -107,47 +112,57 @@ def disassemble(nvdisasm, cubin):
     return kernels
 
 
-def in_flight(instructions, is_load):
-    """Counts loads on all paths. Returns two numbers: how many are in flight at once, and how many that an instruction
-    does not wait for were issued after all that it waits for."""
+def in_flight(instructions, is_load, starts):
+    """Counts loads on all paths from these positions, with nothing in flight there. Returns a Load for each that is
+    reached."""
     branches = [instruction.branch() for instruction in instructions]
     loads = [bool(is_load.match(instruction.opcode)) for instruction in instructions]
-    # A state is the loads in flight, as the scoreboard and the first register of each, oldest first.
+    found = {}
+
+    def ended(flight):
+        load = found.get(flight.at, Load(MOST, MOST, flight.at * 16))
+        found[flight.at] = Load(min(load.together, flight.together), min(load.ahead, flight.ahead), load.address)
+
+    # A state is the loads in flight, oldest first.
     seen = collections.defaultdict(set)
-    todo = [(at, ()) for at, load in enumerate(loads) if load]
-    most = ahead = 0
+    todo = [(at, ()) for at in starts]
     while todo:
         at, state = todo.pop()
         while at < len(instructions) and state not in seen[at]:
             seen[at].add(state)
             instruction = instructions[at]
-            if state and instruction.waits:
-                there = [i for i, (board, _) in enumerate(state) if board in instruction.waits]
-                if there:
-                    ahead = max(ahead, len(state) - 1 - there[-1])
-                    state = tuple(load for load in state if load[0] not in instruction.waits)
+            there = [i for i, flight in enumerate(state) if flight.board in instruction.waits]
+            if there:
+                ahead = len(state) - 1 - there[-1]
+                state = [flight._replace(ahead=max(flight.ahead, ahead)) for flight in state]
+                for i in there:
+                    ended(state[i])
+                state = tuple(flight for flight in state if flight.board not in instruction.waits)
             if state and not loads[at]:
                 names = instruction.names()
-                for _, register in state:
-                    if register in names:
-                        raise Undecodable(f"{instruction.opcode} {instruction.operands} does not wait for R{register}")
+                for flight in state:
+                    if flight.register in names:
+                        what = f"{instruction.opcode} {instruction.operands}"
+                        raise Undecodable(f"{what} does not wait for R{flight.register}")
             if loads[at]:
                 if instruction.sets > 5:
                     raise Undecodable(f"{instruction.opcode} {instruction.operands} has no scoreboard")
                 register = int(re.match(r"R(\d+)", instruction.operands)[1])
-                state = (*state, (instruction.sets, register))[-MOST:]
-                most = max(most, len(state))
-            if instruction.opcode.startswith("CALL"):
-                state = ()
+                if len(state) == MOST:
+                    ended(state[0])
+                state = (*state, Flight(at, instruction.sets, register, 0, 0))[-MOST:]
+                state = tuple(flight._replace(together=max(flight.together, len(state))) for flight in state)
             goes_on, target = branches[at]
-            if not state:
-                break
+            if instruction.opcode.startswith("CALL") or not goes_on and target is None:
+                for flight in state:
+                    ended(flight)
+                state = ()
             if target is not None:
                 todo.append((target // 16, state))
             if not goes_on:
                 break
             at += 1
-    return most, ahead
+    return list(found.values())
 
 
 def figures(nvdisasm, cubin):
@@ -155,56 +170,90 @@ def figures(nvdisasm, cubin):
     found = {}
     for name, (instructions, registers, frame) in disassemble(nvdisasm, cubin).items():
         spills = sum(bool(SPILL.match(instruction.opcode)) for instruction in instructions)
+        # Ranks learn from each other's mail where tensors are, and all threads do so at the block's first barrier. So
+        # what is loaded before it is mail, of which 16 bytes are one load.
+        barriers = [at for at, instruction in enumerate(instructions) if instruction.opcode.startswith("BAR")]
         try:
-            loads, ahead = in_flight(instructions, BULK)
-            words, _ = in_flight(instructions, WORD)
+            loads = in_flight(instructions, BULK, [at + 1 for at in barriers])
+            words = max((load.together for load in in_flight(instructions, WORD, [0])), default=0)
         except Undecodable as error:
             raise Undecodable(f"{name}: {error}") from None
-        found[name] = Figures(loads, ahead, words, registers, max(spills, frame))
+        found[name] = Figures(loads, words, registers, max(spills, frame))
     return found
 
 
 # Requirements. These name what vector.cuh (UNROLL) and signal.cuh (MAX_RANKS) say.
 
-REDUCING = re.compile(r"(two_shot|one_shot|reduce_scatter)_\w+_(\w+)")
+REDUCING = re.compile(r"(?:two_shot|one_shot|reduce_scatter)_(sum|mean|max|min)_(\w+)")
 MOVING = ("all_gather", "all_to_all", "broadcast", "copy", "gather", "scatter")
 # The loads of a tile: single bytes take a register each when they are combined, so there are fewer of those.
 TILE = collections.defaultdict(lambda: 4, i8=2, u8=2)
 # Before its first signal a rank looks for a failure of its own and of each of 8 ranks.
 FAILURES = 9
 
+# The fewest that a kernel must have: loads, how many of them in flight together, how many ahead, and words. Nothing but
+# their existence is required of as many loads as `lone` says.
+Least = collections.namedtuple("Least", "loads lone together ahead words")
+
 
 def least(kernel):
-    """The fewest loads and words that a kernel must have in flight. A reducing kernel loads tiles of two ranks. When
-    the first pack is used, all but one of the second tile's must still be in flight: compilers mix the last ones."""
+    """What a kernel must have. Only loads of 16 bytes count: tensors that are not aligned for them, and the last
+    elements that do not fill a pack, are loaded in smaller units, by other instructions.
+
+    A reducing kernel loads a tile of two ranks at a time: once for the first two, and in a loop for all others. When
+    the first pack is used, all but one of the second tile's must still be in flight, except where combine.cuh says
+    PACKS_FIRST: compilers mix the last ones. A rank that is alone in its group has code of its own, with one tile.
+    all_to_all loads two tiles, other kernels that move data one."""
     if reducing := REDUCING.fullmatch(kernel):
-        tile = TILE[reducing[2]]
-        return 2 * tile, tile - 1, FAILURES
+        reduction, element = reducing.groups()
+        tile = TILE[element]
+        packs_first = element == "f32" and reduction in ("max", "min")
+        return Least(5 * tile, tile, 2 * tile, 0 if packs_first else tile - 1, FAILURES)
+    tile = TILE["Byte"]
+    if kernel == "all_to_all":
+        return Least(2 * tile, 0, 2 * tile, tile - 1, FAILURES)
     if kernel in MOVING:
-        return TILE["Byte"], 0, FAILURES
-    return 0, 0, FAILURES if kernel.startswith("push_") else 0
+        return Least(tile, 0, tile, 0, FAILURES)
+    return Least(0, 0, 0, 0, FAILURES if kernel.startswith("push_") else 0)
+
+
+def fewest(kernel, has):
+    """Returns two Loads of those that are not lone: that with the fewest in flight together, and with the fewest
+    ahead. Lone ones have fewer together than all others must have, so no other takes their place unnoticed."""
+    loads = sorted(has.loads)[least(kernel).lone :]
+    nothing = Load(0, 0, 0)
+    return min(loads, default=nothing), min(loads, default=nothing, key=lambda load: load.ahead)
 
 
 def shortcomings(kernel, has):
     """What a kernel lacks, as messages."""
-    names = ("loads in flight", "loads in flight while others are used", "words in flight")
-    lacks = [f"{are} {name}, not {must}" for are, name, must in zip(has, names, least(kernel)) if are < must]
+    must = least(kernel)
+    paired, used = fewest(kernel, has)
+    compared = [
+        (len(has.loads), must.loads, "16-byte loads"),
+        (paired.together, must.together, f"loads in flight with that at {paired.address:#x}"),
+        (used.ahead, must.ahead, f"loads in flight while others, with that at {used.address:#x}, are used"),
+        (has.words, must.words, "words in flight"),
+    ]
+    lacks = [f"{number} {what}, not {needed}" for number, needed, what in compared if number < needed]
     return lacks + ([f"spills ({has.spills})"] if has.spills else [])
 
 
 def table(found):
     """Lines with the figures of all kernels, which are by architecture and kernel. One per operation and element type,
-    with the fewest loads and the most registers of its reductions; `!` marks spills."""
+    with the fewest loads and the most registers of its reductions, without lone loads; `!` marks spills."""
     rows = collections.defaultdict(lambda: collections.defaultdict(list))
     for (architecture, kernel), has in found.items():
-        rows[re.sub(r"_(sum|mean|max|min)_", " ", kernel)][architecture].append(has)
+        paired, used = fewest(kernel, has)
+        row = re.sub(r"_(sum|mean|max|min)_", " ", kernel)
+        rows[row][architecture].append((paired.together, used.ahead, has.words, has.registers, has.spills))
     architectures = list(dict.fromkeys(architecture for architecture, _ in found))
     lines = [f"{'loads/ahead/words, registers':26}" + "".join(f"{name:>13}" for name in architectures)]
     for row, columns in sorted(rows.items()):
         line = f"{row:26}"
         for architecture in architectures:
             all_of = list(zip(*columns[architecture]))
-            fewest = "/".join(str(min(values)) for values in all_of[:3]) if all_of else ""
-            line += f"{fewest:>8}{max(all_of[3]) if all_of else '':>4}" + ("!" if all_of and any(all_of[4]) else " ")
+            least_of = "/".join(str(min(values)) for values in all_of[:3]) if all_of else ""
+            line += f"{least_of:>8}{max(all_of[3]) if all_of else '':>4}" + ("!" if all_of and any(all_of[4]) else " ")
         lines.append(line.rstrip())
     return lines
