@@ -1,4 +1,8 @@
-"""Mutants of the kernels: a name, a file, a text that occurs there once, and its replacement."""
+"""Mutants of the kernels: a name, a file, a text that occurs there once, and its replacement.
+
+MUTANTS must be caught where the kernels run, on the shim, and COMPILED in what NVRTC makes of them: these compute the
+same, only slower.
+"""
 
 
 def unordered(name, where, file="signal.cuh"):
@@ -93,4 +97,68 @@ MUTANTS = [
     ),
     # Arithmetic.
     ("NaNs keep their bits", "reduction.cuh", "value == value ? value : ptx::from_bits(0x7fc00000u)", "value"),
+]
+
+LATER_RANKS = "join_two<R, N, false>(sums, meeting, rank, rank + 1 < ranks, from, reach);"
+
+
+def later_ranks(load):
+    """Code that loads the packs of the second two and all further ranks in another way."""
+    return f"""for (u32 r = rank; r < ranks && r < rank + 2; ++r) {{
+            Tile<T, N> tile = {{}};
+            const T *source = meeting.source<T>(r) + from;
+            if (reach.ragged) load_elements<T, N>(tile, source, reach);
+            reach.each_pack([&](u32 i, u64 at, bool present) {{ if (present) {{ {load} }} }});
+            join<R, N, false>(sums, tile);
+        }}"""
+
+
+COMPILED = [
+    ("a tile is one pack", "vector.cuh", "sizeof(T) == 1 ? 2 : 4;", "1;"),
+    ("a tile that is only moved is one pack", "vector.cuh", "UNROLL<Byte> = 4;", "UNROLL<Byte> = 1;"),
+    (
+        "the second rank's loads wait for the first one's",
+        "combine.cuh",
+        "join_two<R, N, true>(sums, meeting, 0, true, from, reach);",
+        "{\n        join_two<R, N, true>(sums, meeting, 0, false, from, reach);\n"
+        "        join_two<R, N, false>(sums, meeting, 1, false, from, reach);\n    }",
+    ),
+    (
+        "later ranks' packs are loaded one by one",
+        "combine.cuh",
+        LATER_RANKS,
+        later_ranks(
+            "tile[i] = *reinterpret_cast<const typename Held<T, N>::Type *>(source + at);"
+            " if (!*reinterpret_cast<const u8 *>(&tile[i])) __nanosleep(0);"
+        ),
+    ),
+    (
+        "later ranks' packs are loaded by element",
+        "combine.cuh",
+        LATER_RANKS,
+        later_ranks(
+            "Pack<T, N> pack; for (u32 lane = 0; lane < N; ++lane) pack.lane[lane] = source[at + lane];"
+            " tile[i] = hold(pack);"
+        ),
+    ),
+    (
+        "later ranks' loads are not in pairs",
+        "combine.cuh",
+        LATER_RANKS,
+        "join_two<R, N, false>(sums, meeting, rank, false, from, reach);\n"
+        "        if (rank + 1 < ranks) join_two<R, N, false>(sums, meeting, rank + 1, false, from, reach);",
+    ),
+    (
+        "kernels that move data have a case of no rank",
+        "move.cuh",
+        "        do {\n            Byte *target",
+        "        if (ranks) do {\n            Byte *target",
+    ),
+    (
+        "failures are looked for one by one",
+        "signal.cuh",
+        "news[peer] = ptx::load_relaxed_system(&own.news[peer]);",
+        "if ((news[peer] = ptx::load_relaxed_system(&own.news[peer]))) return fail(news[peer]);",
+    ),
+    ("a multiprocessor has room for two blocks", "instances.cuh", "(MAX_THREADS, 1)", "(MAX_THREADS, 2)"),
 ]
