@@ -311,13 +311,13 @@ impl Team {
         lock(&self.calls).failure.clone()
     }
 
-    /// Turns a failure that the GPU reported for this rank, or its fault, into the team's failure. Returns whether to
-    /// keep checking.
+    /// Turns a failure that the GPU reported for this rank, or a fault of any GPU of the team, into the team's failure.
+    /// Returns whether to keep checking.
     fn check_report(&self, local: usize) -> bool {
         let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
         // Not under the lock: the driver may block while a stream is full, and the ranks that drain it need the lock.
         let fault = match self.failure() {
-            None => self.fault_of(self.team_gpu(local), &Operation::AllReduce, Duration::ZERO),
+            None => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
             Some(_) => None,
         };
         let calls = lock(&self.calls);

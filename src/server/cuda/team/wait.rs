@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use cubecl::server::Binding;
 
 use super::group::KeptMemory;
-use super::{Backend, Team, TeamGpu};
+use super::{Backend, Team};
 use crate::server::cuda::backoff::Backoff;
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
 use bonfire_core::error::Site;
@@ -132,13 +132,11 @@ impl Team {
 
     /// Returns the error of an operation that works on the team's GPUs, if one of them has a fault.
     pub fn gpu_fault(&self, operation: impl Display, elapsed: Duration) -> Option<Error> {
-        self.team_gpus.iter().find_map(|team_gpu| self.fault_of(team_gpu, &operation, elapsed))
-    }
-
-    pub(super) fn fault_of(&self, team_gpu: &TeamGpu, operation: &dyn Display, elapsed: Duration) -> Option<Error> {
-        let fault = team_gpu.stream.is_idle().err()?;
-        let ranks = team_gpu.local_ranks.iter().map(|local| self.local_ranks[*local].rank).collect();
-        Some(fault.error(operation, ranks, elapsed))
+        self.team_gpus.iter().find_map(|team_gpu| {
+            let fault = team_gpu.stream.is_idle().err()?;
+            let ranks = team_gpu.local_ranks.iter().map(|local| self.local_ranks[*local].rank).collect();
+            Some(fault.error(&operation, ranks, elapsed))
+        })
     }
 
     /// The number up to which finished calls are valid: no failure has ended them. A stream continues after a call that
