@@ -24,7 +24,7 @@ use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 
 use super::DeviceTransport;
 use super::device::physical;
-use super::download::Reader;
+use super::download::{Reader, catch_panic};
 use super::engine::Engine;
 use super::memory::Span;
 use super::pending::PendingResult;
@@ -56,6 +56,20 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             engine.enter(&mut self.inner, stream);
         }
         &mut self.inner
+    }
+
+    /// Calls the inner server, ready to enqueue work on this stream. After a fault of the device it panics. The device's
+    /// own error says more, and looking for it makes the peers give up.
+    fn call_inner<T>(
+        &mut self,
+        operation: &str,
+        stream: StreamId,
+        call: impl FnOnce(&mut R::Server) -> T,
+    ) -> Result<T, ServerError> {
+        catch_panic(operation, || Ok(call(self.inner_on(stream)))).or_else(|error| {
+            self.check_not_poisoned()?;
+            Err(ServerError::Generic { reason: error.to_string(), backtrace: BackTrace::capture() })
+        })
     }
 
     /// After a failure was cleared, drops the calls that failed with it.
@@ -152,11 +166,9 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn read(&mut self, descriptors: Vec<CopyDescriptor>, stream: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
-        match self.check_not_poisoned() {
-            Ok(()) => {
-                let reading = self.inner_on(stream).read(descriptors, stream);
-                self.check_after(reading)
-            }
+        let poisoned = self.check_not_poisoned();
+        match poisoned.and_then(|()| self.call_inner("read", stream, |inner| inner.read(descriptors, stream))) {
+            Ok(reading) => self.check_after(reading),
             Err(error) => Box::pin(async { Err(error) }),
         }
     }
@@ -166,9 +178,9 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn sync(&mut self, stream: StreamId) -> DynFut<Result<(), ServerError>> {
-        let sync = self.inner_on(stream).sync(stream);
-        match self.check_not_poisoned() {
-            Ok(()) => self.check_after(sync),
+        let sync = self.call_inner("sync", stream, |inner| inner.sync(stream));
+        match self.check_not_poisoned().and(sync) {
+            Ok(sync) => self.check_after(sync),
             Err(error) => Box::pin(async { Err(error) }),
         }
     }
@@ -195,9 +207,9 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn flush(&mut self, stream: StreamId) -> Result<(), ServerError> {
-        let flushed = self.inner_on(stream).flush(stream);
+        let flushed = self.call_inner("flush", stream, |inner| inner.flush(stream));
         self.check_not_poisoned()?;
-        flushed
+        flushed?
     }
 
     fn memory_usage(&mut self, stream: StreamId) -> Result<MemoryUsage, ServerError> {

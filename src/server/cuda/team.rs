@@ -311,14 +311,16 @@ impl Team {
         lock(&self.calls).failure.clone()
     }
 
-    /// Turns a failure that the GPU reported for this rank, or a fault of any GPU of the team, into the team's failure.
-    /// Returns whether to keep checking.
+    /// Turns a failure that the GPU reported for this rank, or a fault of a GPU that it waits for, into the team's
+    /// failure. Returns whether to keep checking.
     fn check_report(&self, local: usize) -> bool {
         let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
         // Not under the lock: the driver may block while a stream is full, and the ranks that drain it need the lock.
+        // A device with nothing in flight does not depend on the other GPUs.
+        let idle = matches!(self.team_gpu(local).stream.is_idle(), Ok(true));
         let fault = match self.failure() {
-            None => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
-            Some(_) => None,
+            None if !idle => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
+            _ => None,
         };
         let calls = lock(&self.calls);
         if let (Some(error), None) = (fault, &calls.failure) {
