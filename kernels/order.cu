@@ -9,7 +9,7 @@
 #include "host.cuh"
 
 // Release: earlier work on the tensors' streams, which this kernel is ordered after, happens before the word's store.
-// System scope, because the driver reads the word, which is no thread of this GPU.
+// System scope, because the driver, which is no thread of this GPU, reads the word.
 extern "C" __global__ void tensors_ready(const void *, const void *, const void *,
                                          const __grid_constant__ Order order) {
     ptx::store_release_system(reinterpret_cast<u64 *>(order.word), order.value);

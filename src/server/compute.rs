@@ -58,8 +58,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         &mut self.inner
     }
 
-    /// Calls the inner server, ready to enqueue work on this stream. After a fault of the device it panics. The device's
-    /// own error says more, and looking for it makes the peers give up.
+    /// Calls the inner server, ready to enqueue work on this stream. After a fault of the device that panics. The
+    /// device's failure, which says more, is returned instead, and looking for it also tells the peers.
     fn call_inner<T>(
         &mut self,
         operation: &str,

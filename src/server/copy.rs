@@ -16,7 +16,7 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::download::catch_panic;
-use super::engine::{MAX_PITCH, Rows};
+use super::engine::Rows;
 use super::mailbox::Payload;
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Deadline, Error};
@@ -189,7 +189,7 @@ impl TensorLayout {
             count *= number;
         }
         let rows = Rows { count, bytes, pitch: pitch * self.element };
-        let fits = (length == 1 || self.strides[outer] == 1) && pitch >= length && rows.pitch <= MAX_PITCH;
+        let fits = (length == 1 || self.strides[outer] == 1) && pitch >= length && rows.can_be_copied();
         fits.then_some(rows)
     }
 
@@ -295,6 +295,7 @@ mod tests {
         assert_eq!(rows(&[1, 3], &[77, 1]), Some((1, 12, 12)));
         assert_eq!(rows(&[4, 1], &[9, 5]), Some((4, 4, 36)));
         assert_eq!(rows(&[2, 0], &[7, 7]), Some((0, 0, 0)));
+        assert_eq!(rows(&[2, 1 << 30], &[1 << 30, 1]), Some((2, 4 << 30, 4 << 30)));
         // Transposed, read twice, with a gap between groups of rows, every second element, too far apart.
         let irregular: [(&[usize], &[usize]); 5] =
             [(&[2, 3], &[1, 2]), (&[2, 3], &[0, 1]), (&[2, 5, 3], &[21, 4, 1]), (&[3], &[2]), (&[2, 3], &[1 << 30, 1])];

@@ -185,7 +185,8 @@ impl CudaEngine {
 
 impl Engine<CudaRuntime> for CudaEngine {
     fn takes(&mut self, devices: &[DeviceId]) -> bool {
-        self.teams.contains_key(devices) || team::kernels_supported(devices)
+        // A call returns the error of a malformed setting.
+        setting().is_err() || self.teams.contains_key(devices) || team::kernels_supported(devices)
     }
 
     fn enter(&mut self, server: &mut Server, stream: StreamId) {
@@ -205,6 +206,7 @@ impl Engine<CudaRuntime> for CudaEngine {
     }
 
     fn all_reduce(&mut self, server: &mut Server, devices: Vec<DeviceId>, job: DeviceOperation) -> Result<(), Error> {
+        setting()?;
         self.enter(server, job.stream);
         let handle = self.handle(devices, job.rank)?;
         // On an error the other ranks would wait for this call.

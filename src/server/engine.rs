@@ -36,7 +36,7 @@ pub enum Messages {
     Carried,
 }
 
-/// The largest pitch that the drivers of devices copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far.
+/// The largest distance of rows that the driver of CUDA copies: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far.
 pub(super) const MAX_PITCH: usize = i32::MAX as usize;
 
 /// Rows of `bytes` bytes each, which start `pitch` bytes apart.
@@ -45,6 +45,13 @@ pub struct Rows {
     pub(super) count: usize,
     pub(super) bytes: usize,
     pub(super) pitch: usize,
+}
+
+impl Rows {
+    /// Whether one copy of a driver's can take all of them. Without gaps they are no rows to it.
+    pub(super) fn can_be_copied(self) -> bool {
+        self.pitch == self.bytes || self.pitch <= MAX_PITCH
+    }
 }
 
 /// A prepared operation, which is launched once all ranks have called it, on any thread.

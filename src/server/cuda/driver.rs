@@ -163,6 +163,19 @@ impl Gpu {
     }
 }
 
+/// A number unique among all GPUs, and parts of GPUs, of all hosts. Ordinals differ between processes that see
+/// different GPUs.
+pub(super) type Uuid = [u8; 16];
+
+/// Returns the number of the GPU with this ordinal.
+pub(super) fn uuid(ordinal: usize) -> Result<Uuid, DriverError> {
+    let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX))?;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: `uuid` receives the number of an existing device. The first version does not tell parts of a GPU apart.
+    unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) }.result()?;
+    Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
 /// The error of a request to the driver, such as "making a stream", for this GPU.
 pub(super) fn failure(what: &str, ordinal: usize, error: DriverError) -> Error {
     use sys::CUresult::{
@@ -177,8 +190,8 @@ pub(super) fn failure(what: &str, ordinal: usize, error: DriverError) -> Error {
         }
         CUDA_ERROR_INVALID_IMAGE | CUDA_ERROR_NO_BINARY_FOR_GPU | CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
             let reason = format!(
-                "{what} on GPU {ordinal}: {reason}; it is older than the NVRTC that compiled the kernel: update the \
-                 driver, or install an NVRTC of the CUDA version that nvidia-smi prints, or of an older one"
+                "{what} on GPU {ordinal}: {reason}; the driver is probably older than the NVRTC that compiled the \
+                 kernel: update it, or install an NVRTC of the CUDA version that nvidia-smi prints, or of an older one"
             );
             Error::Library { library: "NVIDIA's driver".into(), reason }
         }

@@ -152,8 +152,8 @@ fn inline_includes(source: &str, seen: &mut Vec<&'static str>) -> String {
 fn compile(source: &str, architecture: u32, what: &str) -> Result<Vec<u8>, Error> {
     let unfit = |reason: String| {
         let reason = format!(
-            "{what}: {reason}; install CUDA's run-time compiler (PyPI: nvidia-cuda-nvrtc-cu12, or -cu13, whichever \
-             the driver supports), and add its folder to LD_LIBRARY_PATH"
+            "{what}: {reason}; install CUDA's run-time compiler (PyPI: nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc \
+             for CUDA 13, whichever the driver supports), and add its folder to LD_LIBRARY_PATH"
         );
         Error::Library { library: "NVRTC".into(), reason }
     };

@@ -1,5 +1,6 @@
 //! Memory of our own that GPUs use.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -51,25 +52,25 @@ unsafe impl Send for HostWords {}
 // SAFETY: as above.
 unsafe impl Sync for HostWords {}
 
-/// The words that are allocated at once.
+/// The words that are allocated at once: those of 512 ranks.
 const AT_ONCE: usize = 8192;
 
-/// Words that are yet to be used. Allocating host memory changes what all GPUs see, and a driver may wait for their work
-/// before that. A kernel there may be waiting for one that this thread is about to launch. So words are allocated when
-/// the first are needed, before any launch, and hardly ever again.
-static UNUSED: Mutex<Option<HostWords>> = Mutex::new(None);
+/// Words that are yet to be used, by the GPU for which they were allocated. Allocating host memory changes what all
+/// GPUs see, and a driver may wait for their work before that. A kernel there may be waiting for one that this thread
+/// is about to launch. So words are allocated when the first are needed, before any launch, and seldom again.
+static UNUSED: Mutex<BTreeMap<usize, HostWords>> = Mutex::new(BTreeMap::new());
 
 impl HostWords {
     /// Takes words, which begin on a line of their own.
     pub fn zeroed(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
         let taken = words.next_multiple_of(HOST_WORDS);
         let mut unused = lock(&UNUSED);
-        let HostWords(start, left) = match unused.take().filter(|HostWords(_, left)| *left >= taken) {
+        let HostWords(start, left) = match unused.remove(&gpu.ordinal).filter(|HostWords(_, left)| *left >= taken) {
             Some(enough) => enough,
             None => HostWords::allocate(gpu, taken.max(AT_ONCE))?,
         };
         // SAFETY: no more words are taken than are left.
-        *unused = Some(HostWords(unsafe { start.add(taken) }, left - taken));
+        unused.insert(gpu.ordinal, HostWords(unsafe { start.add(taken) }, left - taken));
         Ok(HostWords(start, words))
     }
 

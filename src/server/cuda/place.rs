@@ -1,12 +1,12 @@
 //! Where the ranks' GPUs are, and whether kernels can serve ranks of several processes there, as far as can be told
 //! before trying.
 
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::result;
 use serde::{Deserialize, Serialize};
 
 use super::choice::{Link, Topology};
 use super::control::MAX_RANKS;
-use super::driver::{Gpu, failure};
+use super::driver::{Gpu, Uuid, failure, uuid};
 use super::reach::KERNELS_NEED;
 use bonfire_core::Error;
 
@@ -19,14 +19,11 @@ pub(super) struct Place {
     multiprocessors: u32,
 }
 
-/// A number unique among all GPUs, and parts of GPUs. Ordinals differ between processes that see different GPUs.
-type Uuid = [u8; 16];
-
 impl Place {
     /// The place of this GPU, if kernels can run there.
     pub fn of(gpu: &Gpu) -> Result<Place, Error> {
         let reason = |why: &str| Error::broken("sharing memory between processes", why);
-        if !gpu.runs_kernels() {
+        if !gpu.runs_kernels()? {
             return Err(reason(&format!("the GPU lacks {KERNELS_NEED}")));
         }
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
@@ -47,14 +44,6 @@ impl Place {
         };
         places.iter().all(near)
     }
-}
-
-fn uuid(ordinal: usize) -> Result<Uuid, DriverError> {
-    let device = result::device::get(ordinal as i32)?;
-    let mut uuid = sys::CUuuid { bytes: [0; 16] };
-    // SAFETY: `uuid` receives the number of an existing device. The second version tells parts of a GPU from each other.
-    unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) }.result()?;
-    Ok(uuid.bytes.map(|byte| byte as u8))
 }
 
 /// How kernels could serve these ranks, whose processes are given too, or why they cannot. The link is that of GPUs

@@ -40,8 +40,8 @@ impl Gpu {
     }
 
     /// Whether kernels can run on this GPU. Older ones lack the memory orders and scopes of `kernels/ptx.cuh`.
-    pub fn runs_kernels(&self) -> bool {
-        self.architecture >= 70 && self.orders_streams()
+    pub fn runs_kernels(&self) -> Result<bool, Error> {
+        Ok(self.architecture >= 70 && self.orders_streams()?)
     }
 
     /// Whether NVLink connects this GPU to the one with ordinal `other`, as far as the driver tells: atomic operations
@@ -74,7 +74,7 @@ impl Gpu {
     }
 
     /// Whether the driver has streams that wait for and write words in memory, and stream-ordered allocation.
-    pub fn orders_streams(&self) -> bool {
+    fn orders_streams(&self) -> Result<bool, Error> {
         let try_out = || -> Result<(), Error> {
             let stream = Arc::new(Stream::new(self)?);
             let on_gpu = Memory::zeroed(&stream, size_of::<u64>())?;
@@ -84,7 +84,17 @@ impl Gpu {
             }
             stream.synchronize()
         };
-        *self.stream_ordering.get_or_init(|| try_out().inspect_err(|error| log::warn!("{error}")).is_ok())
+        if let Some(known) = self.stream_ordering.get() {
+            return Ok(*known);
+        }
+        match try_out() {
+            // It says nothing about the driver.
+            Err(error @ Error::OutOfMemory { .. }) => Err(error),
+            tried => {
+                let tried = tried.inspect_err(|error| log::warn!("{error}"));
+                Ok(*self.stream_ordering.get_or_init(|| tried.is_ok()))
+            }
+        }
     }
 
     /// Gives this GPU access to what cubecl allocates on `other`, from that device's current memory pool.
@@ -102,7 +112,7 @@ impl Gpu {
             flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as i32,
         };
         let mut pool = std::ptr::null_mut();
-        // SAFETY: a device's default pool lives as long as the process, and `access` for the call.
+        // SAFETY: nothing in cubecl or here replaces or destroys a device's pool. `access` lives for the call.
         let shared = unsafe {
             let found = sys::cuDeviceGetMemPool(&mut pool, other.ordinal as i32);
             other.check("finding the memory pool", found)?;
@@ -124,7 +134,7 @@ impl Gpu {
         let verified = outcome.is_ok() && read[0] == WORD;
         if !verified {
             log::warn!(
-                "GPU {} claims access to GPU {}, but a write did not arrive: {outcome:?}",
+                "GPU {} claims access to GPU {}, but a copy there did not arrive: {outcome:?}",
                 self.ordinal,
                 other.ordinal
             );

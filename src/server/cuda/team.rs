@@ -19,10 +19,11 @@
 //! and 32 queues, and not with 512 queues.
 //!
 //! Some functions of the driver wait for all GPUs: those that free host memory or NCCL's, and perhaps those that
-//! allocate it (NVIDIA/nccl#48). If one is called when a call is launched on one of two GPUs only, it waits for a kernel
-//! there, and the launch on the other GPU may wait for it, until the deadline. A group launches on all GPUs within
-//! microseconds, and our own host memory is allocated once (`memory`). cubecl's `all_reduce` launches on a GPU when that
-//! GPU's rank calls, so such calls must not come between two ranks': see [`server`](crate::server#cuda).
+//! allocate it (NVIDIA/nccl#48). If one is called when a call is launched on one of two GPUs only, it waits for a
+//! kernel there, and the launch on the other GPU may wait for it, until the deadline. A group launches on all GPUs
+//! within microseconds, and our own host memory is allocated for 512 ranks at a time (`memory`). cubecl's `all_reduce`
+//! launches on a GPU when that GPU's rank calls, so such a function must not be called between the calls of two ranks:
+//! see [`server`](crate::server#cuda).
 //!
 //! # Other processes
 //! If kernels serve ranks of several processes, each rank has a team of its own, which launches for that rank alone.

@@ -222,7 +222,8 @@ pub enum Error {
         elapsed: Duration,
     },
 
-    /// A device has too little free memory. On a device of the group it poisons the group, not the device.
+    /// A device has too little free memory. In a group's operation it ends the group, and the devices stay usable. In
+    /// cubecl's `all_reduce` it poisons the devices.
     #[error(
         "{operation}: {device} is out of memory ({reason}); end other programs on it, put fewer ranks on it, make the \
          batch smaller, or divide the training's state among the ranks (`FullyShardedParallel`)"

@@ -9,7 +9,6 @@ use std::collections::HashMap;
 use std::ffi::c_char;
 use std::fmt;
 
-use cudarc::driver::{result, sys};
 use cudarc::nccl::sys::ncclUniqueId;
 use serde::{Deserialize, Serialize};
 
@@ -35,11 +34,7 @@ impl Gpu {
     pub fn of(ordinal: usize) -> Result<Gpu, Error> {
         let failed = |error| Error::io(format!("asking CUDA for GPU {ordinal}"), error);
         driver::start()?;
-        let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(failed)?;
-        let mut uuid = sys::CUuuid { bytes: [0; 16] };
-        // SAFETY: `uuid` receives the number of an existing device.
-        unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device).result() }.map_err(failed)?;
-        Ok(Gpu(uuid.bytes.map(|byte| byte as u8)))
+        driver::uuid(ordinal).map(Gpu).map_err(failed)
     }
 
     /// Returns the GPU with this UUID, as `nvidia-smi -L` prints it and cuDeviceGetUuid returns it.
@@ -180,8 +175,8 @@ mod tests {
 
     #[test]
     fn a_machine_without_a_driver_is_a_typed_error() {
-        // SAFETY: as in `Gpu::of`.
-        if !unsafe { sys::is_culib_present() } {
+        // SAFETY: the call looks for the driver's library, whose initialisers have no requirements.
+        if !unsafe { cudarc::driver::sys::is_culib_present() } {
             let error = Gpu::of(0).unwrap_err();
             assert!(matches!(error, Error::Library { .. }), "{error:?}");
         }

@@ -29,7 +29,6 @@ static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLo
 
 /// Whether kernels can serve these devices: each must be able to access the memory of all others.
 pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
-    // A call returns the error of a malformed setting.
     let host_only = setting().is_ok_and(|setting| setting.paths().all(|mode| mode == Mode::Host));
     if host_only || !(1..=MAX_RANKS).contains(&devices.len()) {
         return false;
@@ -50,7 +49,7 @@ pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
             }
         }
         for gpu in &gpus {
-            if !gpu.runs_kernels() {
+            if !gpu.runs_kernels()? {
                 let gpu = gpu.ordinal;
                 log::warn!("GPU {gpu} lacks {KERNELS_NEED}; its collectives go through host memory");
                 return Ok(false);

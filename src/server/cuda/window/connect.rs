@@ -2,8 +2,9 @@
 //!
 //! CUDA's handles work between processes of one host whose GPUs can access each other, and not between all containers
 //! of a host. No question to the driver tells, so ranks try: each opens all windows, compares the number that it finds
-//! in each with what the owner said, writes it to it, and the owner compares what has arrived. A handle could also open a
-//! window of another process by mistake, since it is made of numbers that containers give out independently.
+//! in each with what the owner said, copies the number to another word there, and the owner compares what has arrived.
+//! A handle could also open a window of another process by mistake, since it is made of numbers that containers give
+//! out independently.
 
 use std::sync::Arc;
 
