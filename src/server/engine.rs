@@ -48,7 +48,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Whether one copy of a driver's can take all of them. Without gaps they are no rows to it.
+    /// Whether the driver copies all of them in one call. Rows without gaps are one run of bytes to it.
     pub(super) fn can_be_copied(self) -> bool {
         self.pitch == self.bytes || self.pitch <= MAX_PITCH
     }

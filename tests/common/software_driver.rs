@@ -1,7 +1,24 @@
-//! What the software driver (`kernels/check --driver`) records. Another driver has none of this.
+//! The software driver (`kernels/check --driver`): how tests start it, what it records, and what it does on request.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
 use std::ffi::{CString, c_char, c_int};
+
+use bonfire::Error;
+
+/// These variables, and those for this many GPUs, for a process on the software driver.
+pub fn with_gpus<'a>(gpus: usize, variables: &[(&'a str, &str)]) -> Vec<(&'a str, String)> {
+    let gpus = gpus.to_string();
+    let counts = [("SHIM_GPUS", &gpus[..]), ("BONFIRE_TEST_GPUS", &gpus[..])];
+    counts.iter().chain(variables).map(|(name, value)| (*name, (*value).to_owned())).collect()
+}
+
+/// Returns the GPU that an error says has the fault of `SHIM_FAULT`, and the ranks that use it.
+pub fn faulty_gpu(error: &Error) -> (usize, &[usize]) {
+    let Error::Gpu { gpu, ranks, reason, .. } = error else { panic!("{error}") };
+    assert!(reason.starts_with("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+    assert!(error.to_string().contains("restart the job"), "{error}");
+    (*gpu, ranks)
+}
 
 /// The software driver, as this process has loaded it.
 pub struct SoftwareDriver(libloading::Library);

@@ -13,7 +13,7 @@ use cudarc::driver::{CudaContext, sys};
 use crate::Devices;
 use crate::devices::{F32, create, read};
 use crate::faults::{SLACK, works};
-use crate::software_driver::SoftwareDriver;
+use crate::software_driver::{SoftwareDriver, faulty_gpu, with_gpus};
 
 #[test]
 #[ignore = "needs the software driver"]
@@ -63,9 +63,7 @@ fn copies_do_not_wait_for_the_host_and_their_memory_is_reused() {
 /// Starts the test `name` of this module in a process with two GPUs. The first has a fault in a launch of a kernel, as
 /// `SHIM_FAULT` says. Returns the errors of two devices.
 fn faulty(name: &str, fault: &str) -> [Error; 2] {
-    let variables = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2"), ("SHIM_FAULT", fault)];
-    let variables = variables.map(|(name, value)| (name, value.to_owned()));
-    let mut process = Process::start(&format!("software::{name}"), &variables);
+    let mut process = Process::start(&format!("software::{name}"), &with_gpus(2, &[("SHIM_FAULT", fault)]));
     let errors = [(); 2].map(|()| process.outcome().expect_err("the GPU has a fault"));
     assert_eq!(process.read_line(), "done");
     assert!(process.end().success());
@@ -85,19 +83,13 @@ fn report_failures(devices: &Devices) {
     send_line("done");
 }
 
-fn names_the_fault(error: &Error) {
-    let text = error.to_string();
-    let named = matches!(error, Error::Gpu { gpu: 0, reason, .. } if reason.starts_with("CUDA_ERROR_ILLEGAL_ADDRESS"));
-    assert!(named && text.contains("restart the job"), "{text}");
-}
-
 #[test]
 #[ignore = "needs the software driver"]
 fn a_fault_in_an_all_reduce_is_named_by_all_devices() {
     SoftwareDriver::loaded();
     if !is_child() {
         let errors = faulty("a_fault_in_an_all_reduce_is_named_by_all_devices", "0:push_sum_f32:3");
-        return errors.iter().for_each(names_the_fault);
+        return errors.iter().for_each(|error| assert_eq!(faulty_gpu(error).0, 0, "{error}"));
     }
     let devices = Devices::new(0, 2);
     works(&devices);
@@ -120,7 +112,7 @@ fn a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices() {
     SoftwareDriver::loaded();
     if !is_child() {
         let [lends, receives] = faulty("a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices", "0:tensors_ready:5");
-        names_the_fault(&lends);
+        assert_eq!(faulty_gpu(&lends).0, 0, "{lends}");
         let text = receives.to_string();
         return assert!(matches!(receives, Error::Broken { .. }) && text.contains("in time"), "{text}");
     }

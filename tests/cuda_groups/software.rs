@@ -12,6 +12,7 @@ mod windows;
 use std::os::unix::fs::symlink;
 use std::time::Duration;
 
+use crate::software_driver::with_gpus;
 use bonfire_testing::process::Process;
 
 /// Far more than a loaded machine needs to notice a failure, and less than the deadline.
@@ -27,12 +28,6 @@ fn start(name: &str, gpus: usize, variables: &[(&str, &str)]) -> Process {
 /// Starts it in as many processes as there are ranks.
 fn start_ranks(name: &str, ranks: usize, gpus: usize, variables: &[(&str, &str)]) -> Vec<Process> {
     Process::start_ranks_with(&format!("software::{name}"), ranks, "auto", "60", &with_gpus(gpus, variables))
-}
-
-fn with_gpus<'a>(gpus: usize, variables: &[(&'a str, &str)]) -> Vec<(&'a str, String)> {
-    let gpus = gpus.to_string();
-    let counts = [("SHIM_GPUS", &gpus[..]), ("BONFIRE_TEST_GPUS", &gpus[..])];
-    counts.iter().chain(variables).map(|(name, value)| (*name, (*value).to_owned())).collect()
 }
 
 /// A folder with the libraries of `LD_LIBRARY_PATH` but NCCL.

@@ -8,33 +8,39 @@ use bonfire::{CollectiveDevice, DType, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, send_line};
 use bonfire_testing::{Kind, run_ranks, run_ranks_with};
 use cubecl::cuda::CudaRuntime;
+use cubecl::server::Handle;
 
-use super::{KERNELS, SOON, start, with_gpus};
+use super::{KERNELS, SOON, start};
 use crate::Devices;
 use crate::groups::{Memory, check, mine};
 use crate::processes::join;
-use crate::software_driver::SoftwareDriver;
+use crate::software_driver::{SoftwareDriver, with_gpus};
 
 /// No rank may wait for it.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The errors of two ranks, with a device each, whose first operation fails. Their memory is as it was.
+/// The errors of two ranks, with a device each, whose first operation fails.
 fn errors_of_two_ranks(first: u8, before: impl Fn() + Clone + Send + 'static) -> Vec<Error> {
     let limit = |builder: bonfire::Builder| builder.deadline(DEADLINE);
     run_ranks_with(Kind::Threads, 2, limit, move |group: Group| {
         let client = Devices::new(first, 2).client(group.rank());
-        let memory = Memory::new(client.clone(), 0);
+        let memory = Memory::new(client, 0);
         let own = memory.create(&mine(group.rank(), 1000));
         assert_eq!(memory.read(&own), mine(group.rank(), 1000));
         group.barrier().unwrap();
         before();
-        let begin = Instant::now();
-        let call = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum);
-        let error = call.and_then(|call| call.wait()).expect_err("it cannot work");
-        assert!(begin.elapsed() < SOON, "{:.1?}", begin.elapsed());
-        assert_eq!(memory.read(&own), mine(group.rank(), 1000));
-        error
+        first_error(&group, &memory, &own)
     })
+}
+
+/// The error of a first operation on this memory, which stays as it was.
+fn first_error(group: &Group, memory: &Memory<CudaRuntime>, own: &Handle) -> Error {
+    let begin = Instant::now();
+    let call = memory.client.start_all_reduce(group, own, own, DType::I32, ReduceOp::Sum);
+    let error = call.and_then(|call| call.wait()).expect_err("it cannot work");
+    assert!(begin.elapsed() < SOON, "{:.1?}", begin.elapsed());
+    assert_eq!(memory.read(own), mine(group.rank(), 1000));
+    error
 }
 
 /// Two ranks on these devices complete all operations.
@@ -125,12 +131,7 @@ fn error_of_two_processes(name: &str, (variable, value): (&str, &str), more: &[(
 fn report_first_error() {
     let (group, _devices, memory) = join();
     let own = memory.create(&mine(group.rank(), 1000));
-    let begin = Instant::now();
-    let call = memory.client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum);
-    let error = call.and_then(|call| call.wait()).expect_err("it cannot work");
-    assert!(begin.elapsed() < SOON, "{:.1?}", begin.elapsed());
-    assert_eq!(memory.read(&own), mine(group.rank(), 1000));
-    report(&Err(error));
+    report(&Err(first_error(&group, &memory, &own)));
 }
 
 #[test]

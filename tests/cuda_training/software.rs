@@ -14,7 +14,7 @@ use burn::tensor::{Int, Tensor};
 use super::{COMPARED, RATE, STEPS, Training, Way, alone, check_close, device, device_of, together};
 use crate::digits;
 use crate::models::{Bits, values};
-use crate::software_driver::SoftwareDriver;
+use crate::software_driver::{SoftwareDriver, with_gpus};
 
 /// Trains the network of the example `digits` as one of two ranks, as it does: by overlapped steps, or with a
 /// sharded optimizer. Calls `at` as [`together`] does.
@@ -122,8 +122,7 @@ fn trainings_between_processes_equal_one_rank_by_kernels_and_by_nccl() {
         return send_line("done");
     }
     for path in ["kernels", "nccl"] {
-        let variables = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2"), ("BONFIRE_CUDA", path)];
-        let variables = variables.map(|(name, value)| (name, value.to_owned()));
+        let variables = with_gpus(2, &[("BONFIRE_CUDA", path)]);
         let mut ranks = Process::start_ranks_with(NAME, 2, "auto", "60", &variables);
         for what in WAYS.map(|way| format!("{way:?}")).iter().map(String::as_str).chain(["the end"]) {
             assert_eq!(ranks[0].read_line(), ranks[1].read_line(), "{what} by {path}");

@@ -318,9 +318,9 @@ impl Team {
         let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
         // Not under the lock: the driver may block while a stream is full, and the ranks that drain it need the lock.
         // A device with nothing in flight does not depend on the other GPUs.
-        let idle = matches!(self.team_gpu(local).stream.is_idle(), Ok(true));
+        let is_idle = || matches!(self.team_gpu(local).stream.is_idle(), Ok(true));
         let fault = match self.failure() {
-            None if !idle => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
+            None if !is_idle() => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
             _ => None,
         };
         let calls = lock(&self.calls);
