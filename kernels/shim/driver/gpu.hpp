@@ -253,5 +253,8 @@ inline Held &held() { return global<Held>(); }
 
 // Whether the driver allocated all of this memory, on a GPU or on the host.
 bool allocated(CUdeviceptr at, u64 bytes);
+// Whether streams may wait for words there, and write them. As in the driver (580, on an H100), a pool's memory is
+// refused.
+bool takes_words(CUdeviceptr at, u64 bytes);
 
 }  // namespace driver

@@ -186,6 +186,12 @@ bool driver::allocated(CUdeviceptr at, u64 bytes) {
     return start && at + bytes <= start + region.bytes;
 }
 
+bool driver::takes_words(CUdeviceptr at, u64 bytes) {
+    auto region = regions().find(at).second;
+    bool of_pool = region.gpu && region.kind == Kind::OWN && region.file < 0;
+    return !of_pool && allocated(at, bytes);
+}
+
 API cuMemAlloc_v2(u64 *at, size_t bytes) {
     return driver::in_context([&](Gpu &own) {
         own.sync_if_strict();

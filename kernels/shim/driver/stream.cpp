@@ -30,7 +30,7 @@ template <class Word>
 CUresult wait_value(void *stream, u64 at, Word value, unsigned flags) {
     enum { AT_LEAST, EQUAL, ANY_BIT, NOT_ALL_BITS };
     u32 how = flags & 3;
-    if (at % sizeof(Word) || !driver::allocated(at, sizeof(Word))) return CUDA_ERROR_INVALID_VALUE;
+    if (at % sizeof(Word) || !driver::takes_words(at, sizeof(Word))) return CUDA_ERROR_INVALID_VALUE;
     Stream *found = driver::find_stream(stream);
     if (!found) return driver::no_stream(stream);
     return driver::submit(stream, [=, gpu = found->gpu] {
@@ -50,7 +50,7 @@ CUresult wait_value(void *stream, u64 at, Word value, unsigned flags) {
 
 template <class Word>
 CUresult write_value(void *stream, u64 at, Word value) {
-    if (at % sizeof(Word) || !driver::allocated(at, sizeof(Word))) return CUDA_ERROR_INVALID_VALUE;
+    if (at % sizeof(Word) || !driver::takes_words(at, sizeof(Word))) return CUDA_ERROR_INVALID_VALUE;
     return driver::submit(stream, [=] { std::atomic_ref<Word>(*reinterpret_cast<Word *>(at)).store(value); });
 }
 

@@ -324,7 +324,10 @@ def refuses(gpus):
     launch(gpu.await_done, (1, 1), 513, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=701)
     call("cuMemFree_v2", U64(12345), expected=1)
     assert read(got(U64, "cuMemAlloc_v2", ctypes.c_size_t(8)), 8) != bytes(8), "new memory is zero"
-    call("cuStreamWriteValue64_v2", gpu.tensors, U64(4096), U64(1), 0, expected=1)
+    pool = got(U64, "cuMemAllocAsync", ctypes.c_size_t(8), gpu.tensors)
+    for nowhere in [U64(4096), pool]:
+        call("cuStreamWriteValue64_v2", gpu.tensors, nowhere, U64(1), 0, expected=1)
+        call("cuStreamWaitValue64_v2", gpu.tensors, nowhere, U64(0), 0, expected=1)
     call("cuStreamSynchronize", POINTER(12345), expected=400)
     call("cuDeviceGet", ctypes.byref(ctypes.c_int()), GPUS, expected=101)
     peers = GPUS > 1 and os.environ.get("SHIM_PEERS") != "0"

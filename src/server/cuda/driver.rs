@@ -141,6 +141,15 @@ impl Gpu {
         Ok(ContextGuard)
     }
 
+    /// Allocates memory that does not come from a pool. Other processes can open it, and streams can wait for words in
+    /// it. It is never freed. The driver may wait for all work on the GPU.
+    pub fn allocate(&self, bytes: usize) -> Result<u64, Error> {
+        let _entered = self.enter()?;
+        // SAFETY: the context is current.
+        let allocated = unsafe { result::malloc_sync(bytes) };
+        allocated.map_err(|e| failure("allocating memory", self.ordinal, e))
+    }
+
     /// Returns a kernel that is ready to launch. Compiles and loads it on first use.
     ///
     /// Loading may wait for all work on the GPU. So a call loads its kernel before it takes part in anything that
@@ -222,7 +231,7 @@ impl GpuFault {
 /// for a copy, which is short and waits for nothing itself once it runs. Where the driver copies with a kernel,
 /// priority makes that start at once; copy engines ignore it. Blocks that run already are never interrupted.
 pub(super) struct Stream {
-    gpu: Arc<Gpu>,
+    pub gpu: Arc<Gpu>,
     raw: sys::CUstream,
 }
 

@@ -1,6 +1,7 @@
 //! Memory of our own that GPUs use.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -30,9 +31,14 @@ impl Drop for Memory {
     }
 }
 
-/// Allocates a zeroed word in GPU memory. It is never freed, like the words in host memory.
+/// Takes a zeroed word in GPU memory, which streams can wait for and write. It is never freed, like the words in host
+/// memory.
 pub(super) fn word(stream: &Stream) -> Result<u64, Error> {
-    cleared(stream, size_of::<u64>())
+    ON_GPU.take(&stream.gpu, 1, |gpu, bytes| {
+        // Not from the pool, where the driver refuses these operations of streams.
+        let address = gpu.allocate(bytes)?;
+        stream.fill_with_zeros(address, bytes).and_then(|()| stream.synchronize()).map(|()| address)
+    })
 }
 
 fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
@@ -42,52 +48,70 @@ fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
     clear.inspect_err(|_| stream.free(address)).map(|()| address)
 }
 
+/// How many words are allocated at once: those of 512 ranks.
+const AT_ONCE: usize = 8192;
+
+/// Words that are yet to be used, by the GPU for which they were allocated: addresses. Allocating them changes what all
+/// GPUs see, and a driver may wait for their work before that. A kernel there may be waiting for one that this thread
+/// is about to launch. So words are allocated when the first are needed, before any launch, and seldom again.
+struct Unused(Mutex<BTreeMap<usize, Range<u64>>>);
+
+static ON_HOST: Unused = Unused(Mutex::new(BTreeMap::new()));
+static ON_GPU: Unused = Unused(Mutex::new(BTreeMap::new()));
+
+impl Unused {
+    /// Takes words, which begin on a line of their own. `allocate` returns the address of so many zeroed bytes.
+    fn take(
+        &self,
+        gpu: &Gpu,
+        words: usize,
+        allocate: impl FnOnce(&Gpu, usize) -> Result<u64, Error>,
+    ) -> Result<u64, Error> {
+        let bytes = |words: usize| size_of::<u64>() * words;
+        let words = words.next_multiple_of(HOST_WORDS);
+        let mut unused = lock(&self.0);
+        let left = unused.get(&gpu.ordinal).filter(|left| left.end - left.start >= bytes(words) as u64).cloned();
+        let left = match left {
+            Some(left) => left,
+            None => {
+                let new = bytes(words.max(AT_ONCE));
+                let address = allocate(gpu, new)?;
+                address..address + new as u64
+            }
+        };
+        unused.insert(gpu.ordinal, left.start + bytes(words) as u64..left.end);
+        Ok(left.start)
+    }
+}
+
 /// Words in host memory that GPUs access at the same address. They are never freed: a kernel that was queued on one of
 /// cubecl's streams may read them at any later time.
 #[derive(Clone)]
-pub(super) struct HostWords(*const AtomicU64, usize);
-
-// SAFETY: the words are atomic.
-unsafe impl Send for HostWords {}
-// SAFETY: as above.
-unsafe impl Sync for HostWords {}
-
-/// The words that are allocated at once: those of 512 ranks.
-const AT_ONCE: usize = 8192;
-
-/// Words that are yet to be used, by the GPU for which they were allocated. Allocating host memory changes what all
-/// GPUs see, and a driver may wait for their work before that. A kernel there may be waiting for one that this thread
-/// is about to launch. So words are allocated when the first are needed, before any launch, and seldom again.
-static UNUSED: Mutex<BTreeMap<usize, HostWords>> = Mutex::new(BTreeMap::new());
+pub(super) struct HostWords {
+    address: u64,
+    count: usize,
+}
 
 impl HostWords {
     /// Takes words, which begin on a line of their own.
     pub fn zeroed(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
-        let taken = words.next_multiple_of(HOST_WORDS);
-        let mut unused = lock(&UNUSED);
-        let HostWords(start, left) = match unused.remove(&gpu.ordinal).filter(|HostWords(_, left)| *left >= taken) {
-            Some(enough) => enough,
-            None => HostWords::allocate(gpu, taken.max(AT_ONCE))?,
-        };
-        // SAFETY: no more words are taken than are left.
-        unused.insert(gpu.ordinal, HostWords(unsafe { start.add(taken) }, left - taken));
-        Ok(HostWords(start, words))
-    }
-
-    fn allocate(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
-        let _entered = gpu.enter()?;
-        // Every context may use it, at its host address.
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: the memory is used through `HostWords` only.
-        let start = unsafe { result::malloc_host(8 * words, flags) };
-        let start = start.map_err(|e| failure("allocating host memory", gpu.ordinal, e))?.cast::<AtomicU64>();
-        // SAFETY: the memory has this many words, is aligned for them, and is not shared yet.
-        unsafe { start.write_bytes(0, words) };
-        Ok(HostWords(start, words))
+        let address = ON_HOST.take(gpu, words, |gpu, bytes| {
+            let _entered = gpu.enter()?;
+            // Every context may use it, at its host address.
+            let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+            // SAFETY: the memory is used through `HostWords` only.
+            let start = unsafe { result::malloc_host(bytes, flags) };
+            let start = start.map_err(|e| failure("allocating host memory", gpu.ordinal, e))?;
+            // SAFETY: the memory has this many bytes, and is not shared yet.
+            unsafe { start.cast::<u8>().write_bytes(0, bytes) };
+            Ok(start.expose_provenance() as u64)
+        })?;
+        Ok(HostWords { address, count: words })
     }
 
     pub fn address(&self, index: usize) -> u64 {
-        self.word(index) as *const AtomicU64 as u64
+        assert!(index < self.count, "a word outside of the allocation");
+        self.address + (size_of::<u64>() * index) as u64
     }
 
     pub fn load(&self, index: usize) -> u64 {
@@ -100,8 +124,8 @@ impl HostWords {
     }
 
     fn word(&self, index: usize) -> &AtomicU64 {
-        assert!(index < self.1, "a word outside of the allocation");
-        // SAFETY: in bounds, and alive as long as the process.
-        unsafe { &*self.0.add(index) }
+        let word = std::ptr::with_exposed_provenance::<AtomicU64>(self.address(index) as usize);
+        // SAFETY: in bounds of an allocation that was exposed, aligned, and alive as long as the process.
+        unsafe { &*word }
     }
 }

@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 
 use super::choice::Link;
 use super::driver::{Copy, Gpu, Stream};
-use super::memory::{HostWords, Memory};
+use super::memory::{HostWords, Memory, word};
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
@@ -77,8 +77,9 @@ impl Gpu {
     fn orders_streams(&self) -> Result<bool, Error> {
         let try_out = || -> Result<(), Error> {
             let stream = Arc::new(Stream::new(self)?);
-            let on_gpu = Memory::zeroed(&stream, size_of::<u64>())?;
-            for word in [on_gpu.address, HostWords::zeroed(self, 1)?.address(0)] {
+            // A pool may be missing, and kernels' memory comes from it.
+            Memory::zeroed(&stream, size_of::<u64>())?;
+            for word in [word(&stream)?, HostWords::zeroed(self, 1)?.address(0)] {
                 stream.write(word, 1)?;
                 stream.wait_for(word, 1)?;
             }

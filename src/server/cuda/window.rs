@@ -17,11 +17,11 @@ mod process;
 
 use std::sync::{Arc, LazyLock, Mutex};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 
 use self::process::ProcessId;
 use super::control::{CONTROL_BYTES, MAX_RANKS};
-use super::driver::{Copy, Gpu, Stream, failure};
+use super::driver::{Copy, Gpu, Stream};
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
@@ -78,7 +78,7 @@ impl Window {
     fn take(gpu: &Arc<Gpu>, stream: &Stream) -> Result<Window, Error> {
         let window = match Window::retired(gpu, stream) {
             Some(window) => window,
-            None => Window { gpu: gpu.clone(), address: gpu.allocate_shareable(WINDOW_BYTES)? },
+            None => Window { gpu: gpu.clone(), address: gpu.allocate(WINDOW_BYTES)? },
         };
         stream.fill(window.address, 0, CONTROL_BYTES / 4 + WORDS)?;
         // Before any peer gets to know it.
@@ -155,14 +155,6 @@ impl Drop for Windows {
 type Handle = [u8; 64];
 
 impl Gpu {
-    /// Allocates memory that other processes can open. The caller never frees it.
-    fn allocate_shareable(&self, bytes: usize) -> Result<u64, Error> {
-        let _entered = self.enter()?;
-        // SAFETY: the context is current.
-        let allocated = unsafe { result::malloc_sync(bytes) };
-        allocated.map_err(|e| failure("allocating memory that other processes can open", self.ordinal, e))
-    }
-
     fn handle(&self, window: u64) -> Result<Handle, Error> {
         let _entered = self.enter()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
