@@ -120,6 +120,11 @@ use bonfire_core::{Error, Group};
 /// A runtime with collectives between its devices. Implementations differ in how they move data. The default goes
 /// through host memory, which works for every runtime.
 pub trait DeviceTransport: Runtime {
+    /// Whether flushed work of all streams runs in one order, as on wgpu. By default a stream waits for results that
+    /// were written on another one.
+    #[doc(hidden)]
+    const ONE_QUEUE: bool = false;
+
     /// Returns the name of the collective runtime on top of this one. It is part of the key of cubecl's autotune cache,
     /// so it must be unique per runtime. The default is the name of the Rust type.
     fn collective_name(_info: &<Self::Server as ComputeServer>::Info) -> &'static str {
@@ -147,7 +152,9 @@ pub trait DeviceTransport: Runtime {
 }
 
 #[cfg(feature = "wgpu")]
-impl DeviceTransport for cubecl::wgpu::WgpuRuntime {}
+impl DeviceTransport for cubecl::wgpu::WgpuRuntime {
+    const ONE_QUEUE: bool = true;
+}
 
 /// A runtime's backend inside burn-fusion, which fuses operations: see [the module's page](crate::server#fusion).
 #[cfg(all(not(feature = "ddp"), any(feature = "wgpu", feature = "cuda")))]

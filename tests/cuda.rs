@@ -164,6 +164,29 @@ fn tensors_of_other_threads_are_reduced_after_their_writes() {
     });
 }
 
+/// cubecl orders a stream after the allocation of another one's memory, once, and not after what is written later.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn streams_that_have_used_the_memory_see_the_result() {
+    const LENGTH: usize = 1 << 10;
+    let devices = Devices::new(92, 2);
+    devices.run(|rank, client| {
+        let [mut own, other] = streams(&client, rank);
+        for round in 0..10 {
+            let value = |rank: usize| (round + 3 * rank) as f32;
+            let target = create(&own, &vec![-1.0; LENGTH]);
+            let source = create(&own, &vec![value(rank); LENGTH]);
+            assert!(read(&other, &target) == vec![-1.0; LENGTH]);
+            own.all_reduce(source, target.clone(), F32, devices.ids.clone(), Sum);
+            // A write of the result through host memory waits for this copy.
+            let long = create(&own, &vec![0.0; 1 << 24]);
+            own.sync_collective();
+            assert!(read(&other, &target) == vec![value(0) + value(1); LENGTH], "round {round} on device {rank}");
+            drop(long);
+        }
+    });
+}
+
 /// Each list of devices is a team of its own. A device is in several, and calls them in turn without a sync between.
 #[test]
 #[ignore = "needs a CUDA GPU"]

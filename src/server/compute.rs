@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use cubecl::bytes::Bytes;
 use cubecl::device::{DeviceId, DeviceService, ServerUtilitiesHandle};
-use cubecl::future::DynFut;
+use cubecl::future::{DynFut, block_on};
 use cubecl::prelude::{CubeCount, ExecutionMode};
 use cubecl::profile::ProfileDuration;
 use cubecl::server::{
@@ -45,6 +45,8 @@ pub struct CollectiveServer<R: DeviceTransport> {
     /// Memory that the engine reads or writes until the next `sync_collective`.
     pub(super) engine_spans: Vec<Span>,
     pub(super) reader: Reader,
+    /// Streams on which results were written that other streams may not see yet.
+    pub(super) written: Vec<StreamId>,
     utilities: Arc<ServerUtilities<Self>>,
 }
 
@@ -55,7 +57,19 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         if let Some(engine) = &mut self.engine {
             engine.enter(&mut self.inner, stream);
         }
+        while let Some(other) = self.written.iter().position(|other| *other != stream) {
+            let other = self.written.swap_remove(other);
+            self.finish(other);
+        }
         &mut self.inner
+    }
+
+    /// Waits on the host for the work of a stream, for the sake of other streams. cubecl 0.10 orders these after the
+    /// allocation of memory that they share, not after a later write (`MultiStream::resolve`).
+    pub(super) fn finish(&mut self, stream: StreamId) {
+        let finished =
+            catch_panic("sync", || block_on(self.inner.sync(stream)).map_err(|e| Error::io("waiting for a stream", e)));
+        self.status.record(finished);
     }
 
     /// Calls the inner server, ready to enqueue work on this stream. After a fault of the device that panics. The
@@ -133,6 +147,7 @@ impl<R: DeviceTransport> DeviceService for CollectiveServer<R> {
             engine: R::engine(device),
             engine_spans: Vec::new(),
             reader: Reader::default(),
+            written: Vec::new(),
             utilities: Arc::new(utilities),
         }
     }

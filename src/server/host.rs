@@ -30,6 +30,12 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         }
         sources.iter().try_for_each(|(source, _)| check_start(source))?;
         self.status.count(|counters| counters.downloads += sources.len() as u64);
+        if !R::ONE_QUEUE {
+            let mut others: Vec<_> = sources.iter().map(|(source, _)| source.stream).collect();
+            others.retain(|other| *other != stream);
+            others.dedup();
+            others.into_iter().for_each(|other| self.finish(other));
+        }
         let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
         let descriptors = sources.into_iter().map(descriptor).collect();
         let copying = catch_panic("read", || Ok(self.inner_on(stream).read(descriptors, stream)))?;
@@ -38,6 +44,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
 
     /// Writes on each target's own stream and flushes it, so that work queued later on any stream sees the data: on
     /// wgpu, a write on the caller's stream would stay in that stream's queue, and other streams would not see it.
+    /// Where streams have queues of their own, the next work on another stream waits.
     pub(super) fn write_all(&mut self, data: Vec<(Binding, Bytes)>) -> Result<(), Error> {
         let mut streams: Vec<StreamId> = Vec::new();
         for (target, bytes) in data {
@@ -55,7 +62,12 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         }
         // A flush returns the stream's errors only once, so they must not be dropped here.
         let mut flush = |stream| self.inner_on(stream).flush(stream).map_err(|e| Error::io("writing results", e));
-        catch_panic("write", || streams.into_iter().try_for_each(&mut flush))
+        catch_panic("write", || streams.iter().copied().try_for_each(&mut flush))?;
+        if !R::ONE_QUEUE {
+            streams.retain(|stream| !self.written.contains(stream));
+            self.written.append(&mut streams);
+        }
+        Ok(())
     }
 
     /// If the data ends inside a word of its memory, appends the bytes that follow there: wgpu writes whole words,
