@@ -20,7 +20,7 @@ mod report;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 
 use crate::report::Report;
 
@@ -30,6 +30,9 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Parser)]
 #[command(name = "gpu_bench")]
 struct Args {
+    /// What to measure [default: all]
+    #[arg(value_enum)]
+    parts: Vec<Part>,
     /// Folder for gpu_bench.json and gpu_bench.md with all figures
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
@@ -46,6 +49,25 @@ struct Args {
     #[cfg(feature = "nccl")]
     #[arg(long, hide = true)]
     group_calls: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Part {
+    /// Kernels on large buffers, of their floors
+    Large,
+    /// Kernels on 8 KiB
+    Small,
+    /// 8 KiB through cubecl's clients
+    Clients,
+    /// NCCL's time over ours
+    #[cfg(feature = "nccl")]
+    Nccl,
+    /// The sizes for which docs/benchmarks.md predicts times
+    Predicted,
+    /// Computation and collectives at once
+    Overlap,
+    /// Each form of all_reduce at every size
+    Sizes,
 }
 
 fn main() -> ExitCode {
@@ -69,14 +91,18 @@ fn measure(args: &Args) -> Result<bool, Failure> {
     }
     let mut report = Report::new(args.rounds as usize, args.out.clone());
     let extent = kernels::Extent { largest: (args.largest as usize) << 20, calls: args.calls as usize };
-    kernels::large(&mut report, extent);
-    kernels::small(&mut report, extent);
-    api::small(&mut report, extent.calls);
-    #[cfg(feature = "nccl")]
-    nccl::compare(&mut report, extent.calls);
-    kernels::predicted(&mut report, extent, gpus);
-    api::overlap(&mut report, extent.largest);
-    kernels::sizes(&mut report, extent);
+    for part in Part::value_variants().iter().filter(|part| args.parts.is_empty() || args.parts.contains(part)) {
+        match part {
+            Part::Large => kernels::large(&mut report, extent),
+            Part::Small => kernels::small(&mut report, extent),
+            Part::Clients => api::small(&mut report, extent.calls),
+            #[cfg(feature = "nccl")]
+            Part::Nccl => nccl::compare(&mut report, extent.calls),
+            Part::Predicted => kernels::predicted(&mut report, extent, gpus),
+            Part::Overlap => api::overlap(&mut report, extent.largest),
+            Part::Sizes => kernels::sizes(&mut report, extent),
+        }
+    }
     report.write()?;
     Ok(report.passed())
 }

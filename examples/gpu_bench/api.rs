@@ -26,6 +26,8 @@ struct Rank {
     client: Client,
     ids: Vec<DeviceId>,
     tensor: Handle,
+    /// One element, for the kernel that keeps the GPU busy.
+    output: Handle,
 }
 
 impl Rank {
@@ -35,7 +37,9 @@ impl Rank {
         let client = Collective::client(&device(number));
         let values: Vec<f32> = (0..bytes / 4).map(|i| ((i * 31 + usize::from(number)) % 1009) as f32).collect();
         let tensor = client.create_from_slice(bytemuck::cast_slice(&values));
-        Rank { client, ids: (0..RANKS).map(|number| device(number).to_id()).collect(), tensor }
+        // Not when it is used: allocating may wait for all work on the GPU.
+        let output = client.create_from_slice(&[0; 4]);
+        Rank { client, ids: (0..RANKS).map(|number| device(number).to_id()).collect(), tensor, output }
     }
 
     /// Starts an all-reduce in place. After the first one all ranks have the mean, which further ones do not change.
@@ -131,11 +135,11 @@ fn busy(output: &mut Array<f32>, steps: u32) {
 }
 
 /// Launches the largest blocks, half as many as there are multiprocessors: an idle GPU runs each on its own.
-fn launch_busy(rank: &Rank, output: &Handle, steps: u32) {
+fn launch_busy(rank: &Rank, steps: u32) {
     const THREADS: u32 = 1024;
     let multiprocessors = rank.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(2);
     // SAFETY: the buffer has one element.
-    let output = unsafe { ArrayArg::from_raw_parts(output.clone(), 1) };
+    let output = unsafe { ArrayArg::from_raw_parts(rank.output.clone(), 1) };
     let cubes = CubeCount::new_1d((multiprocessors / 2).max(1));
     busy::launch::<Collective>(&rank.client, cubes, CubeDim::new_1d(THREADS), output, steps);
 }
@@ -147,7 +151,7 @@ pub fn overlap(report: &mut Report, largest: usize) {
     let reduce = |rank: &mut Rank| (0..CALLS).for_each(|_| rank.all_reduce());
     let compute = |number: u8, rank: &mut Rank, steps: u32| {
         if number == 0 {
-            launch_busy(rank, &rank.client.create_from_slice(&[0; 4]), steps);
+            launch_busy(rank, steps);
         }
     };
     let alone = |steps| seconds(bytes, |number, rank| compute(number, rank, steps));
