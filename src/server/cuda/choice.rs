@@ -40,14 +40,14 @@ struct Row(Link, usize, Option<[usize; 3]>);
 /// Push and one-shot move more data than two-shot but synchronise less often; between GPUs synchronisation costs more
 /// than within one. NCCL can let a switch add, and over PCIe it writes where our kernels read, which waits for a round
 /// trip. On one GPU it is no faster, and most versions refuse it. Windows cost one-shot a copy within the GPU's memory,
-/// and two-shot two, which count beside NVLink and not beside PCIe. The values follow vLLM and NCCL. They are not yet
-/// measured here.
+/// and two-shot two, which count beside NVLink and not beside PCIe. The rows of one GPU were measured on an H100
+/// (docs/benchmarks.md). The others follow vLLM and NCCL, and are not yet measured here.
 #[rustfmt::skip]
 static TABLE: [Row; 17] = [
     //  link          ranks                  push      one-shot  two-shot
-    Row(Link::OneGpu, 2,         Some([16 << 10, 256 << 10, usize::MAX])),
-    Row(Link::OneGpu, 4,         Some([16 << 10, 128 << 10, usize::MAX])),
-    Row(Link::OneGpu, MAX_RANKS, Some([ 8 << 10,  64 << 10, usize::MAX])),
+    Row(Link::OneGpu, 2,         Some([32 << 10, 512 << 10, usize::MAX])),
+    Row(Link::OneGpu, 4,         Some([32 << 10, 256 << 10, usize::MAX])),
+    Row(Link::OneGpu, MAX_RANKS, Some([32 << 10, 128 << 10, usize::MAX])),
     Row(Link::Nvlink, 2,         Some([16 << 10,   1 << 20, 8 << 20])),
     Row(Link::Nvlink, 4,         Some([16 << 10, 512 << 10, 8 << 20])),
     Row(Link::Nvlink, MAX_RANKS, Some([ 8 << 10, 256 << 10, 8 << 20])),
@@ -270,10 +270,10 @@ mod tests {
     fn every_row_of_the_table_selects_by_size() {
         let on_one = |ranks| Topology { ranks, sharing: ranks as u32, ..TWO_ON_ONE };
         let rows = [
-            (Some(on_one(1)), [16 << 10, 256 << 10, 0]),
-            (Some(on_one(2)), [16 << 10, 256 << 10, 0]),
-            (Some(on_one(4)), [16 << 10, 128 << 10, 0]),
-            (Some(on_one(8)), [8 << 10, 64 << 10, 0]),
+            (Some(on_one(1)), [32 << 10, 512 << 10, 0]),
+            (Some(on_one(2)), [32 << 10, 512 << 10, 0]),
+            (Some(on_one(4)), [32 << 10, 256 << 10, 0]),
+            (Some(on_one(8)), [32 << 10, 128 << 10, 0]),
             (Some(between(Link::Nvlink, 2)), [16 << 10, 1 << 20, 8 << 20]),
             (Some(between(Link::Nvlink, 3)), [16 << 10, 512 << 10, 8 << 20]),
             (Some(between(Link::Nvlink, 8)), [8 << 10, 256 << 10, 8 << 20]),
