@@ -88,12 +88,17 @@ fn batch<B: Backend>(step: usize, samples: Range<usize>, device: &B::Device) -> 
     [rows(INPUTS, 100 + 2 * step), rows(OUTPUTS, 101 + 2 * step)]
 }
 
-/// Trains with whole batches, without Bonfire.
+/// Trains with all batches on one device, without Bonfire. Each rank's batch has matrix products of its own, for which
+/// the device chooses the same kernels as on that rank.
 fn alone<B: AutodiffBackend>(device: &B::Device) -> Bits {
+    let all: usize = SAMPLES.iter().sum();
     let mut model = Network::<B>::new(device);
     let mut optimizer = AdamConfig::new().init();
     for step in 0..STEPS {
-        let loss = model.loss(batch(step, 0..SAMPLES.iter().sum(), device));
+        let mean = |first: usize, samples: usize| {
+            model.loss(batch(step, first..first + samples, device)) * (samples as f64 / all as f64)
+        };
+        let loss = mean(0, SAMPLES[0]) + mean(SAMPLES[0], SAMPLES[1]);
         let grads = GradientsParams::from_grads(loss.backward(), &model);
         model = optimizer.step(RATE, model, grads);
     }
@@ -199,8 +204,8 @@ fn device_of(first: u8, rank: usize, ranks: u8) -> CudaDevice {
     devices::Devices::<CudaRuntime>::new(first, ranks).all[rank].clone()
 }
 
-/// The kernels add in another order than the host, and Adam divides by what may be small.
-fn check_close(trained: &Bits, expected: &Bits) {
+/// Asserts that two trainings end with nearly the same parameters: with `limit` as the largest difference.
+fn check_close(trained: &Bits, expected: &Bits, limit: f64) {
     assert_eq!(trained.0.len(), expected.0.len());
     let mut largest = 0.0f64;
     for (trained, expected) in trained.0.iter().zip(&expected.0) {
@@ -209,11 +214,10 @@ fn check_close(trained: &Bits, expected: &Bits) {
         largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f64::max);
     }
     eprintln!("the largest difference: {largest}");
-    assert!(largest < 1e-4, "{largest}");
+    assert!(largest < limit, "{largest}");
 }
 
 fn equals_one_rank(way: Way, first: u8) {
-    let expected = alone::<Autodiff<NdArray>>(&Default::default());
     let trained = run_ranks(Kind::Threads, 2, move |group| {
         let device = device(first, group.rank());
         let mut counters = Vec::new();
@@ -223,7 +227,10 @@ fn equals_one_rank(way: Way, first: u8) {
         trained
     });
     assert!(trained[0] == trained[1], "the ranks' parameters differ");
-    check_close(&trained[0], &expected);
+    // Each scales and adds in another order, and Adam divides by what may be small.
+    check_close(&trained[0], &alone::<Training>(&device(first, 0)), 1e-4);
+    // A GPU rounds the factors of a matrix product to 11 bits (TF32), the host does not.
+    check_close(&trained[0], &alone::<Autodiff<NdArray>>(&Default::default()), 1e-2);
 }
 
 #[test]
