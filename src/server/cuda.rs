@@ -11,10 +11,10 @@
 //! may be in one hardware queue. NCCL needs a raw stream anyway.
 //!
 //! # What has been tested
-//! Nothing has run on a GPU. `tests/cuda.rs` and `tests/cuda_groups.rs` run through cubecl-cuda and this engine on the
-//! software driver (`kernels/check --driver`), also with one hardware queue per GPU, with a driver that waits for the
-//! whole context, and on several GPUs; groups also on the stand-in for NCCL. That driver compiles kernels of cubecl and
-//! burn for the CPU, so `tests/cuda_compute.rs` and the trainings of `tests/cuda_training.rs` run there, too.
+//! The tests have run on one H100, never on several GPUs (`docs/benchmarks.md`). They also run on the software driver
+//! (`kernels/check --driver`): with one hardware queue per GPU, with a driver that waits for the whole context, on
+//! several GPUs, and groups on the stand-in for NCCL. That driver compiles kernels of cubecl and burn for the CPU, so
+//! `tests/cuda_compute.rs` and the trainings of `tests/cuda_training.rs` run there, too.
 
 mod backoff;
 #[doc(hidden)]
