@@ -259,7 +259,7 @@ mod tests {
         let blocks = |bytes: usize| {
             launch_config(Mode::Kernels, &all_reduce(DType::F32, bytes / 4), &TWO_ON_ONE).unwrap().blocks
         };
-        assert_eq!([64 << 10, 512 << 10].map(blocks), [8, 32]);
+        assert_eq!([64 << 10, 768 << 10].map(blocks), [8, 48]);
         // More ranks than multiprocessors.
         let oversubscribed = Topology { ranks: 8, sharing: 8, multiprocessors: 4, ..TWO_ON_ONE };
         assert_eq!(launch_config(Mode::Kernels, &all_reduce(DType::F32, 1 << 20), &oversubscribed).unwrap().blocks, 1);
