@@ -54,7 +54,7 @@ pub struct Training {
 impl Training {
     /// A training of `steps` steps of the optimizer on each of `ranks` devices.
     pub fn of_steps(steps: usize, ranks: usize) -> Training {
-        let (batch, epochs) = (2, if steps % 5 == 0 { steps / 5 } else { 1 });
+        let (batch, epochs) = (2, if steps.is_multiple_of(5) { steps / 5 } else { 1 });
         let samples = samples(ranks * batch * steps / epochs);
         Training { samples, validation: 1, batch, epochs, decay: 1.0, accumulation: 1 }
     }

@@ -142,12 +142,12 @@ impl Gpu {
     }
 
     /// Allocates memory that does not come from a pool. Other processes can open it, and streams can wait for words in
-    /// it. It is never freed. The driver may wait for all work on the GPU.
-    pub fn allocate(&self, bytes: usize) -> Result<u64, Error> {
+    /// it. It is never freed. The driver may wait for all work on the GPU. `what` begins an error.
+    pub fn allocate(&self, what: &str, bytes: usize) -> Result<u64, Error> {
         let _entered = self.enter()?;
         // SAFETY: the context is current.
         let allocated = unsafe { result::malloc_sync(bytes) };
-        allocated.map_err(|e| failure("allocating memory", self.ordinal, e))
+        allocated.map_err(|e| failure(what, self.ordinal, e))
     }
 
     /// Returns a kernel that is ready to launch. Compiles and loads it on first use.

@@ -36,7 +36,7 @@ impl Drop for Memory {
 pub(super) fn word(stream: &Stream) -> Result<u64, Error> {
     ON_GPU.take(&stream.gpu, 1, |gpu, bytes| {
         // Not from the pool, where the driver refuses these operations of streams.
-        let address = gpu.allocate(bytes)?;
+        let address = gpu.allocate("allocating words that streams wait for", bytes)?;
         stream.fill_with_zeros(address, bytes).and_then(|()| stream.synchronize()).map(|()| address)
     })
 }

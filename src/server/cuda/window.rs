@@ -78,7 +78,10 @@ impl Window {
     fn take(gpu: &Arc<Gpu>, stream: &Stream) -> Result<Window, Error> {
         let window = match Window::retired(gpu, stream) {
             Some(window) => window,
-            None => Window { gpu: gpu.clone(), address: gpu.allocate(WINDOW_BYTES)? },
+            None => {
+                let address = gpu.allocate("allocating memory that other processes can open", WINDOW_BYTES)?;
+                Window { gpu: gpu.clone(), address }
+            }
         };
         stream.fill(window.address, 0, CONTROL_BYTES / 4 + WORDS)?;
         // Before any peer gets to know it.
