@@ -146,8 +146,9 @@ fn launch_busy(rank: &Rank, steps: u32) {
 
 /// Measures the overlap of a kernel on half of the multiprocessors with all-reduces that take as long.
 pub fn overlap(report: &mut Report, largest: usize) {
-    let bytes = largest.min(64 << 20);
-    const CALLS: usize = 20;
+    // Few and large: while the host enqueues them, the computation, which comes after them, cannot start.
+    let bytes = largest.min(256 << 20);
+    const CALLS: usize = 8;
     let reduce = |rank: &mut Rank| (0..CALLS).for_each(|_| rank.all_reduce());
     let compute = |number: u8, rank: &mut Rank, steps: u32| {
         if number == 0 {
