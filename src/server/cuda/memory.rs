@@ -51,9 +51,9 @@ fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
 /// How many words are allocated at once: those of 512 ranks.
 const AT_ONCE: usize = 8192;
 
-/// Words that are yet to be used, by the GPU for which they were allocated: addresses. Allocating them changes what all
-/// GPUs see, and a driver may wait for their work before that. A kernel there may be waiting for one that this thread
-/// is about to launch. So words are allocated when the first are needed, before any launch, and seldom again.
+/// The addresses of words that are yet to be used, by the GPU for which they were allocated. Allocating them changes
+/// what all GPUs see, and a driver may wait for their work before that. A kernel there may be waiting for one that this
+/// thread is about to launch. So words are allocated when the first are needed, before any launch, and seldom again.
 struct Unused(Mutex<BTreeMap<usize, Range<u64>>>);
 
 static ON_HOST: Unused = Unused(Mutex::new(BTreeMap::new()));
