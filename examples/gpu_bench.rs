@@ -53,7 +53,7 @@ struct Args {
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum Part {
-    /// Kernels on large buffers, of their floors
+    /// Kernels on large buffers, beside what copies show to be possible
     Large,
     /// Kernels on 8 KiB
     Small,
