@@ -45,8 +45,8 @@ pub struct CollectiveServer<R: DeviceTransport> {
     /// Memory that the engine reads or writes until the next `sync_collective`.
     pub(super) engine_spans: Vec<Span>,
     pub(super) reader: Reader,
-    /// Streams on which results were written that other streams may not see yet.
-    pub(super) written: Vec<StreamId>,
+    /// Streams whose work must be done before other streams continue.
+    awaited: Vec<StreamId>,
     utilities: Arc<ServerUtilities<Self>>,
 }
 
@@ -57,19 +57,24 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         if let Some(engine) = &mut self.engine {
             engine.enter(&mut self.inner, stream);
         }
-        while let Some(other) = self.written.iter().position(|other| *other != stream) {
-            let other = self.written.swap_remove(other);
-            self.finish(other);
+        while let Some(place) = self.awaited.iter().position(|other| *other != stream) {
+            let other = self.awaited.swap_remove(place);
+            let finished = catch_panic("sync", || {
+                block_on(self.inner.sync(other)).map_err(|e| Error::io("waiting for a stream", e))
+            });
+            self.status.record(finished);
         }
         &mut self.inner
     }
 
-    /// Waits on the host for the work of a stream, for the sake of other streams. cubecl 0.10 orders these after the
-    /// allocation of memory that they share, not after a later write (`MultiStream::resolve`).
-    pub(super) fn finish(&mut self, stream: StreamId) {
-        let finished =
-            catch_panic("sync", || block_on(self.inner.sync(stream)).map_err(|e| Error::io("waiting for a stream", e)));
-        self.status.record(finished);
+    /// Makes the next work on any other stream wait, on the host, for the work of these streams. cubecl 0.10 orders
+    /// streams after the allocation of memory that they share, not after a later write (`MultiStream::resolve`).
+    pub(super) fn order_after(&mut self, streams: impl IntoIterator<Item = StreamId>) {
+        for stream in streams {
+            if !R::ONE_QUEUE && !self.awaited.contains(&stream) {
+                self.awaited.push(stream);
+            }
+        }
     }
 
     /// Calls the inner server, ready to enqueue work on this stream. After a fault of the device that panics. The
@@ -147,7 +152,7 @@ impl<R: DeviceTransport> DeviceService for CollectiveServer<R> {
             engine: R::engine(device),
             engine_spans: Vec::new(),
             reader: Reader::default(),
-            written: Vec::new(),
+            awaited: Vec::new(),
             utilities: Arc::new(utilities),
         }
     }

@@ -30,12 +30,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         }
         sources.iter().try_for_each(|(source, _)| check_start(source))?;
         self.status.count(|counters| counters.downloads += sources.len() as u64);
-        if !R::ONE_QUEUE {
-            let mut others: Vec<_> = sources.iter().map(|(source, _)| source.stream).collect();
-            others.retain(|other| *other != stream);
-            others.dedup();
-            others.into_iter().for_each(|other| self.finish(other));
-        }
+        self.order_after(sources.iter().map(|(source, _)| source.stream).filter(|other| *other != stream));
         let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
         let descriptors = sources.into_iter().map(descriptor).collect();
         let copying = catch_panic("read", || Ok(self.inner_on(stream).read(descriptors, stream)))?;
@@ -63,10 +58,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         // A flush returns the stream's errors only once, so they must not be dropped here.
         let mut flush = |stream| self.inner_on(stream).flush(stream).map_err(|e| Error::io("writing results", e));
         catch_panic("write", || streams.iter().copied().try_for_each(&mut flush))?;
-        if !R::ONE_QUEUE {
-            streams.retain(|stream| !self.written.contains(stream));
-            self.written.append(&mut streams);
-        }
+        self.order_after(streams);
         Ok(())
     }
 

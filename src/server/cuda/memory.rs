@@ -36,16 +36,20 @@ impl Drop for Memory {
 pub(super) fn word(stream: &Stream) -> Result<u64, Error> {
     ON_GPU.take(&stream.gpu, 1, |gpu, bytes| {
         // Not from the pool, where the driver refuses these operations of streams.
-        let address = gpu.allocate("allocating words that streams wait for", bytes)?;
-        stream.fill_with_zeros(address, bytes).and_then(|()| stream.synchronize()).map(|()| address)
+        clear(stream, gpu.allocate("allocating words that streams wait for", bytes)?, bytes)
     })
 }
 
 fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
     let address = stream.allocate(bytes)?;
-    // A peer must not see it before it is zero.
-    let clear = stream.fill_with_zeros(address, bytes).and_then(|()| stream.synchronize());
-    clear.inspect_err(|_| stream.free(address)).map(|()| address)
+    clear(stream, address, bytes).inspect_err(|_| stream.free(address))
+}
+
+/// Fills new memory with zeros, and returns its address once it has them: a peer must not see it before.
+fn clear(stream: &Stream, address: u64, bytes: usize) -> Result<u64, Error> {
+    stream.fill_with_zeros(address, bytes)?;
+    stream.synchronize()?;
+    Ok(address)
 }
 
 /// How many words are allocated at once: those of 512 ranks.

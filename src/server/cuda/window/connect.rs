@@ -70,7 +70,7 @@ impl Windows {
         let stream = Arc::new(Stream::new(gpu)?);
         let own = Window::take(gpu, &stream)?;
         let windows = Windows { rank, stream, own, opened: Vec::new(), peers: Vec::new() };
-        // Not 0: that is the value of words to which nobody has written.
+        // Not 0, the value of a word before the first write to it.
         let number = random()? as u32 | 1;
         windows.stream.fill(word(windows.own.address, NUMBER), number, 1)?;
         windows.stream.synchronize()?;
