@@ -162,11 +162,12 @@ fn a_stopped_process_is_declared_lost_long_before_the_deadline() {
 fn a_process_that_exits_without_shutdown_is_lost() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
-        group.barrier().expect("all ranks are there");
+        let barrier = group.barrier();
         if group.rank() == 1 {
             std::process::exit(0);
         }
-        let result = group.all_reduce(&mut [1f32; 10], ReduceOp::Sum);
+        // Rank 1 may exit while its peers are still in the barrier.
+        let result = barrier.and_then(|()| group.all_reduce(&mut [1f32; 10], ReduceOp::Sum));
         return report(&result.map(|()| String::new()));
     }
     for transport in BOTH {
@@ -182,11 +183,12 @@ fn a_process_that_exits_without_shutdown_is_lost() {
 fn a_process_that_drops_its_group_has_left() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
-        group.barrier().expect("all ranks are there");
+        let barrier = group.barrier();
         if group.rank() == 2 {
             return;
         }
-        return report(&group.barrier().map(|()| String::new()));
+        // Rank 2 may leave while its peers are still in the first barrier.
+        return report(&barrier.and_then(|()| group.barrier()).map(|()| String::new()));
     }
     for transport in BOTH {
         let ranks = Process::start_ranks("a_process_that_drops_its_group_has_left", 3, transport, DEADLINE);
