@@ -31,7 +31,8 @@ struct Measured {
     rows: Result<Vec<Row>, String>,
 }
 
-/// Measures every path and prints which is the fastest at which size. Returns the exit status.
+/// Measures every path and prints which is the fastest at which size. Returns the exit status. It is an error if there is
+/// nothing to compare.
 pub fn compare(args: &Args) -> Result<u8, Failure> {
     let paths: &[&'static str] = match args.benchmark {
         Benchmark::AllReduce | Benchmark::Reduce => &["push", "one-shot", "two-shot", "nccl", "host"],
@@ -49,6 +50,9 @@ pub fn compare(args: &Args) -> Result<u8, Failure> {
         }
     }
     let measured: Vec<_> = all.iter().filter_map(|one| Some((one.path, one.rows.as_ref().ok()?))).collect();
+    if measured.len() < 2 {
+        return Err(Failure::with(1)("fewer than two paths could be measured, for the reasons above".to_owned()));
+    }
     println!("{:>12}{}  fastest", "bytes", measured.iter().map(|(path, _)| format!("{path:>12}")).collect::<String>());
     let mut fastest: Vec<(usize, &str)> = Vec::new();
     let mut wrong = 0;
@@ -67,7 +71,7 @@ pub fn compare(args: &Args) -> Result<u8, Failure> {
         fastest.push((bytes, best));
     }
     println!("BONFIRE_CUDA='{}'", table(&fastest));
-    Ok(u8::from(wrong > 0 || measured.is_empty()))
+    Ok(u8::from(wrong > 0))
 }
 
 /// The fastest of these paths, or `before` if it is not slower by more than [`MARGIN`].
