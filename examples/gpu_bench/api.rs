@@ -172,8 +172,8 @@ pub fn overlap(report: &mut Report, largest: usize) {
             launch_busy(rank, steps);
         }
     };
-    let alone = |steps| seconds(bytes, |number, rank| compute(number, rank, steps));
-    let reduced = || {
+    let compute_alone = |steps| seconds(bytes, |number, rank| compute(number, rank, steps));
+    let reduce_alone = || {
         seconds(bytes, |_, rank| {
             reduce(rank);
             rank.client.sync_collective();
@@ -181,9 +181,9 @@ pub fn overlap(report: &mut Report, largest: usize) {
     };
     let mut times = Vec::new();
     report.figure("compute and all_reduce at once, over the longer of them", "times", Goal::AtMost(1.3), || {
-        let reduced = reduced()?;
+        let reduced = reduce_alone()?;
         // The steps that take as long as the all-reduces, from the slope between two trials.
-        let (short, more) = (alone(2_000)?, alone(22_000)?);
+        let (short, more) = (compute_alone(2_000)?, compute_alone(22_000)?);
         let steps = 2_000.0 + 20_000.0 * (reduced - short) / (more - short);
         let steps = steps.clamp(1_000.0, 1e9) as u32;
         let both = seconds(bytes, |number, rank| {
@@ -191,7 +191,7 @@ pub fn overlap(report: &mut Report, largest: usize) {
             compute(number, rank, steps);
             rank.client.sync_collective();
         })?;
-        let computed = alone(steps)?;
+        let computed = compute_alone(steps)?;
         times.push([computed, reduced, both]);
         Ok(both / reduced.max(computed))
     });
