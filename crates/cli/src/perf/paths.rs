@@ -31,8 +31,8 @@ struct Measured {
     rows: Result<Vec<Row>, String>,
 }
 
-/// Measures every path and prints which is the fastest at which size. Returns the exit status. It is an error if there is
-/// nothing to compare.
+/// Measures every path and prints which is the fastest at which size. Returns the exit status. It is an error if fewer
+/// than two can be measured.
 pub fn compare(args: &Args) -> Result<u8, Failure> {
     let paths: &[&'static str] = match args.benchmark {
         Benchmark::AllReduce | Benchmark::Reduce => &["push", "one-shot", "two-shot", "nccl", "host"],
