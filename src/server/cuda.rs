@@ -260,7 +260,9 @@ impl Engine<CudaRuntime> for CudaEngine {
     ) -> Result<PeerBuffer, Error> {
         self.enter(server, stream);
         let timeout = self.status.deadline();
-        let (loan, order) = self.copy_stream()?.lend(server, memory, bytes, stream, timeout)?;
+        let copies = self.copy_stream()?;
+        let lent = copies.lend(server, memory, bytes, stream, timeout);
+        let (loan, order) = lent.map_err(|error| copies.fault().unwrap_or(error))?;
         self.add_barrier(order, None);
         Ok(loan)
     }
@@ -268,7 +270,9 @@ impl Engine<CudaRuntime> for CudaEngine {
     fn copy(&mut self, server: &mut Server, loan: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error> {
         self.enter(server, target.stream);
         let timeout = self.status.deadline();
-        let order = self.copy_stream()?.copy(server, loan, rows, target, timeout)?;
+        let copies = self.copy_stream()?;
+        let copied = copies.copy(server, loan, rows, target, timeout);
+        let order = copied.map_err(|error| copies.fault().unwrap_or(error))?;
         self.add_barrier(order, None);
         Ok(())
     }

@@ -105,7 +105,8 @@ fn a_fault_in_an_all_reduce_is_named_by_all_devices() {
     report_failures(&devices);
 }
 
-/// The copy that was lent never arrives, so the device that receives it fails at its deadline.
+/// The copy that was lent never arrives, so the device that receives it, on another GPU, fails at its deadline. If the
+/// fault is known while the copy is being lent, both get it.
 #[test]
 #[ignore = "needs the software driver"]
 fn a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices() {
@@ -113,8 +114,11 @@ fn a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices() {
     if !is_child() {
         let [lends, receives] = faulty("a_fault_of_the_gpu_that_lends_a_copy_fails_both_devices", "0:tensors_ready:5");
         assert_eq!(faulty_gpu(&lends).0, 0, "{lends}");
-        let text = receives.to_string();
-        return assert!(matches!(receives, Error::Broken { .. }) && text.contains("in time"), "{text}");
+        let named = match &receives {
+            Error::Broken { .. } => receives.to_string().contains("in time"),
+            other => faulty_gpu(other).0 == 0,
+        };
+        return assert!(named, "{receives}");
     }
     let devices = Devices::new(0, 2);
     works(&devices);

@@ -49,8 +49,12 @@ impl InFlight {
             return Some(Error::broken("copy", "the GPU did not finish it, or the work queued before it, in time"));
         }
         self.release_done();
-        let state = if lock(&self.kept).is_empty() { Ok(true) } else { self.stream.is_idle() };
-        state.err().map(|fault| fault.error("copy", Vec::new(), Duration::ZERO))
+        if lock(&self.kept).is_empty() { None } else { self.fault() }
+    }
+
+    /// The fault of the GPU, if it has one.
+    fn fault(&self) -> Option<Error> {
+        self.stream.is_idle().err().map(|fault| fault.error("copy", Vec::new(), Duration::ZERO))
     }
 
     /// Releases the memory of copies that are done.
@@ -126,6 +130,11 @@ impl CopyStream {
     /// Address of the word in GPU memory that counts the finished copies.
     pub fn done_word(&self) -> u64 {
         self.done
+    }
+
+    /// The fault of the GPU, if it has one. Then any call of the driver fails, with an error that does not say so.
+    pub fn fault(&self) -> Option<Error> {
+        self.in_flight.fault()
     }
 
     /// Whether a copy did not finish in time, or the GPU has a fault.
