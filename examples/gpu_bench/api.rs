@@ -151,7 +151,7 @@ fn busy(output: &mut Array<f32>, steps: u32) {
 
 /// Launches half as many blocks as there are multiprocessors, each of which has one to itself: two would need more
 /// registers than a multiprocessor has (64 Ki). A GPU that becomes idle bit by bit, as at the end of a collective,
-/// would otherwise give one multiprocessor two of them, which then take twice as long.
+/// could otherwise give one multiprocessor two of them, which then take up to twice as long.
 fn launch_busy(rank: &Rank, steps: u32) {
     const THREADS: u32 = 1024;
     let multiprocessors = rank.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(2);

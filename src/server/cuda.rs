@@ -156,6 +156,17 @@ impl CudaEngine {
         }
     }
 
+    /// Enqueues on the copies' stream, and makes later work wait for the order that `enqueue` returns.
+    fn enqueue_copy<T>(
+        &mut self,
+        enqueue: impl FnOnce(&mut CopyStream) -> Result<(T, Order), Error>,
+    ) -> Result<T, Error> {
+        let copies = self.copy_stream()?;
+        let (value, order) = enqueue(copies).map_err(|error| copies.fault().unwrap_or(error))?;
+        self.add_barrier(order, None);
+        Ok(value)
+    }
+
     fn submit(&mut self, server: &mut Server, handle: &Arc<TeamHandle>, job: DeviceOperation) -> Result<(), Error> {
         let (call, team) = (job.call, &handle.team);
         let spans = [&job.sources, &job.targets].map(|memory| Span::of(&memory[0].0));
@@ -260,21 +271,13 @@ impl Engine<CudaRuntime> for CudaEngine {
     ) -> Result<PeerBuffer, Error> {
         self.enter(server, stream);
         let timeout = self.status.deadline();
-        let copies = self.copy_stream()?;
-        let lent = copies.lend(server, memory, bytes, stream, timeout);
-        let (loan, order) = lent.map_err(|error| copies.fault().unwrap_or(error))?;
-        self.add_barrier(order, None);
-        Ok(loan)
+        self.enqueue_copy(|copies| copies.lend(server, memory, bytes, stream, timeout))
     }
 
     fn copy(&mut self, server: &mut Server, loan: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error> {
         self.enter(server, target.stream);
         let timeout = self.status.deadline();
-        let copies = self.copy_stream()?;
-        let copied = copies.copy(server, loan, rows, target, timeout);
-        let order = copied.map_err(|error| copies.fault().unwrap_or(error))?;
-        self.add_barrier(order, None);
-        Ok(())
+        self.enqueue_copy(|copies| copies.copy(server, loan, rows, target, timeout).map(|order| ((), order)))
     }
 
     fn forget(&mut self) {
