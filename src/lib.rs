@@ -66,7 +66,6 @@
 pub mod burn_collective;
 #[cfg(any(feature = "flex", feature = "cubecl"))]
 mod pool;
-mod ranges;
 #[cfg(feature = "cubecl")]
 pub mod server;
 pub mod tensor;

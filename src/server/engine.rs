@@ -11,9 +11,8 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::memory::PeerBuffer;
 use super::sent_tensors::SentTensors;
-use crate::ranges::Ranges;
 use bonfire_core::error::Site;
-use bonfire_core::internal::Peers;
+use bonfire_core::internal::{Peers, Ranges};
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
 
 /// A device operation: a collective as one rank calls it, on memory of its device.

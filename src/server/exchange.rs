@@ -17,8 +17,7 @@ use super::compute::CollectiveServer;
 use super::copy::stream_of;
 use super::engine::{DeviceOperation, call, part};
 use super::runtime::CollectiveRuntime;
-use crate::ranges::Ranges;
-use bonfire_core::internal::{ByteOperations, Peers, Request};
+use bonfire_core::internal::{ByteOperations, Peers, Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
 /// The collectives of a [`Group`] on a device's memory, for clients of collective runtimes. Each rank contributes a

@@ -9,8 +9,7 @@ use burn::tensor::{Shape, TensorMetadata};
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::access::DeviceAccess;
-use crate::ranges::Ranges;
-use bonfire_core::internal::{Peers, Request};
+use bonfire_core::internal::{Peers, Ranges, Request};
 use bonfire_core::{Call, Error, Group};
 
 /// Whether the backend's tensors are on collective devices.

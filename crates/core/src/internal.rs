@@ -5,7 +5,7 @@
 //!   moves, and what else a layer above does with a group.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
-//! * [`BySize`]: tables by size, for the path of CUDA collectives.
+//! * [`BySize`]: tables by size, for the path of CUDA collectives. [`Ranges`]: where tensors lie in an operation.
 //! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot
 //!   be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
@@ -26,7 +26,7 @@ pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
-pub use crate::types::{Parts, RankList, hash};
+pub use crate::types::{Parts, Ranges, RankList, hash};
 #[cfg(unix)]
 pub use crate::{
     auth::{

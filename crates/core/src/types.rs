@@ -5,6 +5,7 @@ mod dtype;
 mod error;
 mod fault;
 mod partition;
+mod ranges;
 mod shape;
 
 pub(crate) use self::call::Fingerprint;
@@ -17,3 +18,4 @@ pub use self::partition::Parts;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) use self::partition::part_start;
 pub use self::partition::partition;
+pub use self::ranges::Ranges;

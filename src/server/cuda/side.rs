@@ -13,9 +13,8 @@ use super::driver::Copy;
 use super::order::{self, ReadyCounter, Server};
 use super::rounds::BufferLayout;
 use super::team::{Prepared, Team};
-use crate::ranges::Ranges;
 use crate::server::engine::{DeviceOperation, MAX_PITCH, part};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{Ranges, lock};
 use bonfire_core::{Call, Error, Operation};
 
 /// A team, and the index of this rank in it.

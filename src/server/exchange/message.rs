@@ -12,7 +12,6 @@ use cubecl::server::Binding;
 
 use super::direct::{prepared, waiting};
 use super::{Completion, WaitFn, run_on_device};
-use crate::ranges::Ranges;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::copy::TensorLayout;
@@ -20,7 +19,7 @@ use crate::server::engine::{DeviceOperation, Launch, Messages, Route};
 use crate::server::memory::Span;
 use crate::server::sent_tensors::SentTensors;
 use bonfire_core::error::Site;
-use bonfire_core::internal::AgreedOperations;
+use bonfire_core::internal::{AgreedOperations, Ranges};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// A peer, and what goes to it or comes from it.

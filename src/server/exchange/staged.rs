@@ -5,12 +5,11 @@ use cubecl::device_handle::DeviceHandle;
 
 use super::{Completion, WaitFn, run_on_device};
 use crate::pool;
-use crate::ranges::Ranges;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::DeviceOperation;
 use crate::server::memory::{shared, writable};
-use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::internal::{ByteOperations, Ranges, Request};
 use bonfire_core::{Error, Group};
 
 /// Copies the sources to host memory and runs the operation there. The returned function waits and writes the results.

@@ -11,10 +11,9 @@ use burn::tensor::{Shape, TensorMetadata};
 use self::unequal::Slots;
 use super::axis::Axis;
 use super::sizes::all_equal;
-use crate::ranges::Ranges;
 use crate::tensor::device::{DeviceCall, Target, connect, supports};
 use crate::tensor::host::Kind;
-use bonfire_core::internal::{ByteOperations, Peers, Request};
+use bonfire_core::internal::{ByteOperations, Peers, Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
 /// How tensors are exchanged in parts.

@@ -9,8 +9,8 @@ use std::ops::Range;
 use burn::tensor::Shape;
 use burn::tensor::backend::AutodiffBackend;
 
-use crate::ranges::Ranges;
 use crate::train::agree::Parameter;
+use bonfire_core::internal::Ranges;
 
 /// Parts begin at multiples of so many bytes in what is gathered, so that elements of every type are aligned, and GPUs
 /// copy them in their widest units.

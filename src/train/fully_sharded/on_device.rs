@@ -7,11 +7,10 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 
 use super::layout::Layout;
-use crate::ranges::Ranges;
 use crate::tensor::device::{DeviceCall, PendingTensors, Target, TensorKind, start};
 use crate::train::agree::Parameter;
 use crate::train::bucket::scale_tensor;
-use bonfire_core::internal::Request;
+use bonfire_core::internal::{Ranges, Request};
 use bonfire_core::{DType, Error, Group};
 
 /// What operations on tensors need.

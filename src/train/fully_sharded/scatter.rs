@@ -11,13 +11,13 @@ use burn::tensor::{Float, Shape, TensorData, TensorPrimitive};
 use super::gather::reuse;
 use super::layout::{Layout, block_name};
 use super::on_device::{self, Lane, Weighted};
-use crate::ranges::Ranges;
 use crate::tensor::device::{start_all_reduce, uses_collective_devices};
 use crate::tensor::host::Source;
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, BucketOp, BucketTable, Weighting, scale};
 use crate::train::in_flight::{Elements, InFlight};
 use crate::train::schedule::Schedule;
+use bonfire_core::internal::Ranges;
 use bonfire_core::{Buffer, DType, Error, Group};
 
 /// How many buffers for whole gradients are kept, where they are bounded: one is reduced while another is filled. At

@@ -10,11 +10,10 @@ use burn::tensor::Shape;
 use burn::tensor::backend::Backend;
 
 use super::{finish, give};
-use crate::ranges::Ranges;
 use crate::tensor::device::{DeviceCall, Target};
 use crate::tensor::host::Kind;
 use crate::tensor::operation::axis::Axis;
-use bonfire_core::internal::Request;
+use bonfire_core::internal::{Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
 /// Slots begin at multiples of so many bytes, so that GPUs copy them in their widest units.

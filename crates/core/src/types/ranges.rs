@@ -1,4 +1,4 @@
-//! Where memory lies in the whole of an operation.
+//! Where tensors lie in the whole of an operation.
 
 use std::ops::Range;
 
@@ -13,7 +13,6 @@ impl Ranges {
     }
 
     /// Returns the range, if it is one.
-    #[cfg_attr(not(feature = "cubecl"), allow(dead_code, reason = "devices use it"))]
     pub fn single(&self) -> Option<Range<usize>> {
         match &self.0[..] {
             [range] => Some(range.clone()),
