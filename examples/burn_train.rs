@@ -25,7 +25,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{Builder, DataParallelStrategy};
 use burn::backend::Autodiff;
 use burn::backend::flex::Flex;
@@ -34,6 +33,7 @@ use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::linear::{LinearLrScheduler, LinearLrSchedulerConfig};
 use burn::module::Module;
 use burn::optim::{Adam, AdamConfig, adaptor::OptimizerAdaptor};
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::backend::distributed::{DistributedBackend, DistributedConfig, ReduceOperation};
 use burn_train::metric::{AccuracyMetric, LossMetric};
 use burn_train::{ExecutionStrategy, Learner, LearningComponentsMarker, SupervisedTraining, TrainingStrategy};
@@ -116,7 +116,7 @@ fn run(args: &Args) -> Result<(), Failure> {
 }
 
 #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), allow(dead_code))]
-fn train<B: CollectiveBackend + DistributedBackend>(args: &Args, devices: Vec<B::Device>) -> Result<(), Failure> {
+fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::Device>) -> Result<(), Failure> {
     let device = devices[0].clone();
     let (digits, test) = Digits::load()?;
 
@@ -154,7 +154,7 @@ fn train<B: CollectiveBackend + DistributedBackend>(args: &Args, devices: Vec<B:
 }
 
 /// Returns the training strategy for these devices, this process's first rank, and the world size.
-fn strategy<B: CollectiveBackend + DistributedBackend>(
+fn strategy<B: AutodiffBackend + DistributedBackend>(
     devices: Vec<B::Device>,
 ) -> Result<(TrainingStrategy<Components<B>>, usize, usize), Failure> {
     let builder = Builder::from_env()?;

@@ -116,9 +116,8 @@ fn measure(group: &Group, args: &Args) -> Result<(), Failure> {
                 ddp.sync(&model, grads, samples.len())?
             }
             Exchange::DuringBackward => {
-                let step = ddp.step(&model, samples.len())?;
-                let loss = loss.forward(step.model().forward(images), labels);
-                step.finish(loss.backward())?
+                let loss = |model: &Network<B>, (images, labels)| loss.forward(model.forward(images), labels);
+                ddp.run(&model, [(images, labels)], |model, batch| (loss(model, batch), samples.len()))?
             }
         };
         // Without an exchange the ranks' models would differ, so that step is not applied.

@@ -94,7 +94,7 @@ pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
 pub use train::{
-    Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, ShardedBlock, ShardedOptimizer, ShardedSampler,
+    Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
     Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
 };
 

@@ -20,16 +20,14 @@
 //!
 //! fn train(group: Group) -> Result<Linear<B>, bonfire::Error> {
 //!     let device = Default::default();
-//!     let (mut model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+//!     let (mut model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
 //!     let mut optimizer = SgdConfig::new().init();
 //!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
 //!     for epoch in 0..2 {
 //!         for shard in sampler.epoch(epoch) {
 //!             let input = Tensor::<B, 2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
-//!             let step = ddp.step(&model, shard.len())?;
-//!             let loss = step.model().forward(input).mean();
-//!             let grads = step.finish(loss.backward())?;
-//!             model = optimizer.step(0.1, model, grads);
+//!             let gradients = ddp.run(&model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
+//!             model = optimizer.step(0.1, model, gradients);
 //!         }
 //!     }
 //!     Ok(model)
@@ -40,50 +38,39 @@
 //! # Ok::<(), bonfire::launch::Failed>(())
 //! ```
 
-mod agree;
-mod announcement;
+mod adapter;
 mod batch_norm;
-mod bucket;
 pub mod checkpoint;
-pub mod compression;
 mod data_parallel;
 mod embedding;
 mod fully_sharded;
-mod in_flight;
 #[cfg(feature = "ddp")]
 mod learner;
-mod mean;
-mod mesh;
-mod overlap;
+mod model;
+mod parts;
+mod pass;
 mod record;
-mod reduction;
+mod replicas;
 mod resume;
-mod sampler;
-mod schedule;
 mod seeded;
 mod sharded;
 mod sharded_block;
-mod shrink;
 mod states;
-mod step;
-mod step_header;
-mod trailer;
 mod training_state;
-mod unused;
-mod values;
 mod verify;
+mod walk;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::checkpoint::Checkpoints;
 pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
-pub use self::fully_sharded::{FullyShardedParallel, GatherCounts, ShardedStep};
+pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
 #[cfg(feature = "ddp")]
 pub use self::learner::DataParallelStrategy;
-pub use self::mesh::DeviceMesh;
-pub use self::sampler::{Epoch, ShardedSampler};
+pub use self::parts::Parts;
+pub use self::pass::{Fault, LastPass, Pass};
 pub use self::seeded::seeded;
-pub use self::sharded::{ShardedOptimizer, Sharding};
+pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;
-pub use self::step::TrainingStep;
-pub use self::training_state::TrainingState;
+pub use self::training_state::{AnyState, TrainingState};
+pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding, compression};

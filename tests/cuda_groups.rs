@@ -211,7 +211,7 @@ fn gradients_of_several_parameters() {
         let device = Devices::new(33, 3).all[rank].clone();
         let data = |length: usize, value: usize| TensorData::new(vec![value as f32; length], [length]);
         let all = LENGTHS.map(|length| Param::from_data(data(length, rank), &device));
-        let (model, mut ddp) = DataParallel::<Training>::new(group, Vectors { all: all.into() }).unwrap();
+        let (model, ddp) = DataParallel::<Training>::new(group, Vectors { all: all.into() }).unwrap();
         // In its first two calls, `sync` reads the parameters to compare them.
         for _ in 0..2 {
             ddp.sync(&model, GradientsParams::new(), 1).unwrap();

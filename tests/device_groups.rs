@@ -156,7 +156,7 @@ fn data_parallel_on_devices_gives_the_weighted_mean_and_moves_each_bucket_once()
         let (rank, device) = (group.rank(), device(16, group.rank()));
         let mut model: Linear<B> = LinearConfig::new(2, 3).init(&device);
         model.weight = Param::from_data(TensorData::new(vec![rank as f32; 6], [2, 3]), &device);
-        let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+        let (model, ddp) = DataParallel::new(group, model).unwrap();
         assert_eq!(model.weight.val().into_data(), TensorData::new(vec![0f32; 6], [2, 3]));
 
         // In its first two calls, `sync` reads the parameters to compare them.

@@ -116,7 +116,7 @@ fn main() -> ExitCode {
 }
 
 fn measure(group: &Group, args: &Args) -> Result<(), Failure> {
-    let (model, mut parallel) = match args.shard {
+    let (model, parallel) = match args.shard {
         Shard::None => {
             let (model, ddp) = DataParallel::new(group.clone(), Network::<B>::new(args))?;
             (model, Parallel::Replicas(ddp))
@@ -137,7 +137,7 @@ fn measure(group: &Group, args: &Args) -> Result<(), Failure> {
             let start = Instant::now();
             save(&mut checkpoints, &state, &parallel, kind)?;
             for _ in 0..args.steps {
-                step(&mut state, &mut parallel, args)?;
+                step(&mut state, &parallel, args)?;
             }
             let mut time = [start.elapsed().as_secs_f64()];
             checkpoints.wait()?;
@@ -167,23 +167,18 @@ fn save(checkpoints: &mut Checkpoints, state: &State, parallel: &Parallel, kind:
     }
 }
 
-fn step(state: &mut State, parallel: &mut Parallel, args: &Args) -> Result<(), Error> {
+fn step(state: &mut State, parallel: &Parallel, args: &Args) -> Result<(), Error> {
     let input = Tensor::ones([1, args.width.into()], &Default::default());
-    let grads = match parallel {
-        Parallel::Replicas(ddp) => {
-            let step = ddp.step(&state.model, 1)?;
-            let loss = step.model().forward(input).mean();
-            compute(args);
-            step.finish(loss.backward())?
-        }
-        Parallel::Parts(fsdp) => {
-            let step = fsdp.step(&state.model, 1)?;
-            let loss = step.model().forward(input).mean();
-            compute(args);
-            step.finish(loss.backward())?
-        }
+    let loss = |model: &Network<B>, input| {
+        let loss = model.forward(input).mean();
+        compute(args);
+        (loss, 1)
     };
-    state.step(grads);
+    let gradients = match parallel {
+        Parallel::Replicas(ddp) => ddp.run(&state.model, [input], loss)?,
+        Parallel::Parts(fsdp) => fsdp.run(&state.model, [input], loss)?.for_optimizer(&state.optimizer)?,
+    };
+    state.step(gradients);
     Ok(())
 }
 

@@ -1,13 +1,12 @@
 //! The network.
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{Group, SyncBatchNorm, SyncBatchNormConfig};
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
 use burn::nn::{Linear, LinearConfig, PaddingConfig2d, Relu};
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 
 /// Two convolutions with batch norm, a pooling and a linear layer. The norms take their statistics from the global
 /// batch, so that the result does not depend on the number of ranks.
@@ -22,7 +21,7 @@ pub struct Network<B: Backend> {
     relu: Relu,
 }
 
-impl<B: CollectiveBackend> Network<B> {
+impl<B: AutodiffBackend> Network<B> {
     /// Creates a network with random weights.
     pub fn new(group: &Group, device: &B::Device) -> Self {
         let conv = |inputs, outputs| {

@@ -6,7 +6,6 @@ use std::iter::Skip;
 use std::path::Path;
 use std::time::Instant;
 
-use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
 use bonfire::train::{Epoch, compression, seeded};
 use bonfire::{
     Builder, Checkpoints, DataParallel, Error, Group, ShardedOptimizer, ShardedSampler, Sharding, TrainingState,
@@ -15,7 +14,7 @@ use bonfire::{
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{Adam, AdamConfig, GradientsParams};
+use burn::optim::{Adam, AdamConfig};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -54,7 +53,7 @@ pub struct Outcome {
 pub type State<B> = TrainingState<B, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>, f64, String>;
 
 /// A training on one rank.
-struct Training<B: CollectiveBackend> {
+struct Training<B: AutodiffBackend> {
     state: State<B>,
     /// The optimizer, if its state is sharded. The one in `state` has no state then.
     sharded: Option<ShardedOptimizer<Adam, Network<B>, B>>,
@@ -72,7 +71,7 @@ struct Training<B: CollectiveBackend> {
     outcome: Outcome,
 }
 
-impl<B: CollectiveBackend> Training<B> {
+impl<B: AutodiffBackend> Training<B> {
     fn begin_epoch(&mut self) {
         (self.clock, self.seen, self.losses, self.right) = (Instant::now(), 0, 0.0, 0.0);
         self.resume_epoch();
@@ -89,7 +88,7 @@ impl<B: CollectiveBackend> Training<B> {
 impl TrainingJob<'_> {
     /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. If ranks are lost, the others
     /// continue.
-    pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
+    pub fn run<B: AutodiffBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
         let identity = group.rank();
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
@@ -157,7 +156,7 @@ impl TrainingJob<'_> {
     }
 
     /// Makes a step, ends an epoch or, after all epochs, runs the test. Returns true after the test.
-    fn advance<B: CollectiveBackend>(&self, training: &mut Training<B>, device: &B::Device) -> Result<bool, Failure> {
+    fn advance<B: AutodiffBackend>(&self, training: &mut Training<B>, device: &B::Device) -> Result<bool, Failure> {
         let (digits, test) = &self.data;
         if training.state.epoch >= self.epochs {
             let accuracy = 100.0 * self.test(&training.ddp, test, &training.state.model.valid(), device)?;
@@ -174,42 +173,37 @@ impl TrainingJob<'_> {
         let Some(shard) = training.shards.next() else {
             return self.end_epoch(training).map(|()| false);
         };
-        let (images, labels) = tensors::<B>(digits, &shard, device);
+        let batch = tensors::<B>(digits, &shard, device);
         let criterion = CrossEntropyLossConfig::new().init(device);
-        // The batch norms call collectives, whose failures `attempt` returns.
-        let pass = |model: &Network<B>| {
-            attempt(|| {
-                let scores = model.forward(images);
-                let loss = criterion.forward(scores.clone(), labels.clone());
-                let grads = loss.backward();
-                (scores, loss, grads)
-            })
+        let mut output = None;
+        let run = |model: &Network<B>, (images, labels): (Tensor<B, 4>, Tensor<B, 1, Int>)| {
+            let scores = model.forward(images);
+            let loss = criterion.forward(scores.clone(), labels.clone());
+            output = Some((scores.inner(), labels.inner(), loss.clone().inner()));
+            (loss, shard.len())
         };
         let Training { state, sharded, ddp, .. } = training;
-        let (scores, loss) = match sharded {
+        match sharded {
             None => {
-                let step = ddp.step(&state.model, shard.len())?;
-                let (scores, loss, grads) = pass(step.model())?;
-                let grads = step.finish(grads)?;
-                state.step(grads);
-                (scores, loss)
+                let gradients = ddp.run(&state.model, [batch], run)?;
+                state.step(gradients);
             }
             Some(optimizer) => {
-                let (scores, loss, grads) = pass(&state.model)?;
-                let grads = GradientsParams::from_grads(grads, &state.model);
-                optimizer.step(self.settings.lr, &mut state.model, grads, shard.len())?;
+                let parts = optimizer.run(&state.model, [batch], run)?;
+                optimizer.step(self.settings.lr, &mut state.model, parts)?;
                 state.batch += 1;
-                (scores, loss)
             }
-        };
+        }
+        if let Some((scores, labels, loss)) = output {
+            training.right += count_right(scores, labels);
+            training.losses += loss.into_scalar().elem::<f64>() * shard.len() as f64;
+        }
         training.seen += shard.len();
-        training.right += count_right(scores.inner(), labels.inner());
-        training.losses += loss.into_scalar().elem::<f64>() * shard.len() as f64;
         training.bar.inc(1);
         Ok(false)
     }
 
-    fn end_epoch<B: CollectiveBackend>(&self, training: &mut Training<B>) -> Result<(), Failure> {
+    fn end_epoch<B: AutodiffBackend>(&self, training: &mut Training<B>) -> Result<(), Failure> {
         let Training { state, ddp, seen, losses, right, .. } = training;
         state.model = ddp.average_states(state.model.clone())?;
         let count = (*seen).max(1) as f64;
@@ -233,7 +227,7 @@ impl TrainingJob<'_> {
     }
 
     /// Continues without the lost ranks, from the step that the remaining ranks have in common.
-    fn continue_without_lost<B: CollectiveBackend>(
+    fn continue_without_lost<B: AutodiffBackend>(
         &self,
         training: &mut Training<B>,
         cause: &Failure,

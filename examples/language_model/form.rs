@@ -1,6 +1,5 @@
 //! How a training is spread over the ranks.
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{
     Checkpoints, DataParallel, DeviceMesh, Error, FullyShardedParallel, Group, ShardedOptimizer, Sharding,
     TrainingState,
@@ -8,7 +7,8 @@ use bonfire::{
 use burn::lr_scheduler::LrScheduler;
 use burn::lr_scheduler::exponential::ExponentialLrScheduler;
 use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{Adam, AdamConfig, GradientsParams};
+use burn::optim::{Adam, AdamConfig};
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{ElementConversion, Int, Tensor};
 use clap::ValueEnum;
 
@@ -32,7 +32,7 @@ pub type State<B> =
     TrainingState<B, LanguageModel<B>, OptimizerAdaptor<Adam, LanguageModel<B>, B>, ExponentialLrScheduler, (u64, u64)>;
 
 /// What trains a model on the ranks of a group.
-pub enum Form<B: CollectiveBackend> {
+pub enum Form<B: AutodiffBackend> {
     /// Each rank has the whole model.
     Replicas(DataParallel<B>),
     /// As above. The optimizer in the state has no state then.
@@ -41,7 +41,7 @@ pub enum Form<B: CollectiveBackend> {
     Parts(FullyShardedParallel<B>),
 }
 
-impl<B: CollectiveBackend> Form<B> {
+impl<B: AutodiffBackend> Form<B> {
     /// Returns the model to train, too. A mesh is a number of replicas and a number of ranks that shard each.
     pub fn new(
         group: &Group,
@@ -72,36 +72,29 @@ impl<B: CollectiveBackend> Form<B> {
     }
 
     /// Trains on this rank's sequences of a batch. Returns the mean loss over all ranks.
-    pub fn step(
-        &mut self,
-        state: &mut State<B>,
-        [input, targets]: [Tensor<B, 2, Int>; 2],
-        samples: usize,
-    ) -> Result<f64, Error> {
-        let loss = match self {
+    pub fn step(&mut self, state: &mut State<B>, batch: [Tensor<B, 2, Int>; 2], samples: usize) -> Result<f64, Error> {
+        let mut loss = None;
+        let run = |model: &LanguageModel<B>, [input, targets]: [Tensor<B, 2, Int>; 2]| {
+            let own = model.loss(input, targets);
+            loss = Some(own.clone().inner());
+            (own, samples)
+        };
+        match self {
             Form::Replicas(ddp) => {
-                let step = ddp.step(&state.model, samples)?;
-                let loss = step.model().loss(input, targets);
-                let grads = step.finish(loss.backward())?;
-                state.step(grads);
-                loss
+                let gradients = ddp.run(&state.model, [batch], run)?;
+                state.step(gradients);
             }
             Form::Optimizer(_, optimizer) => {
-                let loss = state.model.loss(input, targets);
-                let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-                optimizer.step(state.scheduler.step(), &mut state.model, grads, samples)?;
+                let parts = optimizer.run(&state.model, [batch], run)?;
+                optimizer.step(state.scheduler.step(), &mut state.model, parts)?;
                 state.batch += 1;
-                loss
             }
             Form::Parts(parallel) => {
-                let step = parallel.step(&state.model, samples)?;
-                let loss = step.model().loss(input, targets);
-                let grads = step.finish(loss.backward())?;
-                state.step(grads);
-                loss
+                let parts = parallel.run(&state.model, [batch], run)?;
+                state.step(parts.for_optimizer(&state.optimizer)?);
             }
-        };
-        self.mean(loss.inner().into_scalar().elem(), samples)
+        }
+        self.mean(loss.map_or(0.0, |loss| loss.into_scalar().elem()), samples)
     }
 
     /// Returns the mean over all ranks.
@@ -114,7 +107,7 @@ impl<B: CollectiveBackend> Form<B> {
     }
 
     /// Returns the whole model.
-    pub fn whole(&mut self, state: &State<B>) -> Result<LanguageModel<B>, Error> {
+    pub fn whole(&self, state: &State<B>) -> Result<LanguageModel<B>, Error> {
         match self {
             Form::Parts(parallel) => parallel.gather(&state.model),
             _ => Ok(state.model.clone()),

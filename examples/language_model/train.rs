@@ -5,14 +5,13 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::Instant;
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::train::seeded;
 use bonfire::{Checkpoints, Group, ShardedSampler, partition};
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::module::AutodiffModule;
 use burn::optim::AdamConfig;
 use burn::tensor::activation::softmax;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
 
 use crate::Failure;
@@ -58,7 +57,7 @@ pub struct Outcome {
 
 impl TrainingJob<'_> {
     /// Trains on `device` as one rank of `group`. Returns the whole trained model, too.
-    pub fn run<B: CollectiveBackend>(
+    pub fn run<B: AutodiffBackend>(
         &self,
         group: Group,
         device: &B::Device,
@@ -105,7 +104,7 @@ impl TrainingJob<'_> {
     }
 
     /// Goes on from the newest checkpoint.
-    fn resume<B: CollectiveBackend>(
+    fn resume<B: AutodiffBackend>(
         &self,
         group: &Group,
         state: &mut State<B>,
@@ -125,7 +124,7 @@ impl TrainingJob<'_> {
     }
 
     /// Returns the loss per byte of the text that was not trained on. Each rank evaluates its share.
-    fn test<B: CollectiveBackend>(
+    fn test<B: AutodiffBackend>(
         &self,
         group: &Group,
         form: &Form<B>,

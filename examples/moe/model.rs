@@ -1,6 +1,5 @@
 //! A layer of experts that are distributed over several ranks.
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::tensor::operation::all_reduce;
 use bonfire::{DeviceCommunicator, Error, Group, ReduceOp, partition};
 use burn::tensor::activation::{softmax, tanh};
@@ -17,7 +16,7 @@ pub struct Experts<B: AutodiffBackend> {
     count: usize,
 }
 
-impl<B: CollectiveBackend> Experts<B> {
+impl<B: AutodiffBackend> Experts<B> {
     /// Creates the layer on this rank; `router` has a column for each expert.
     pub fn new(router: Vec<f64>, count: usize, group: &Group) -> Self {
         let own = partition(count, group.world_size(), group.rank());
@@ -73,7 +72,7 @@ impl<B: CollectiveBackend> Experts<B> {
 
 /// Returns the tokens of some ranks and their targets: half of the token or of its negative, so that two experts fit
 /// them better than one.
-pub fn tokens<B: CollectiveBackend>(ranks: impl Iterator<Item = usize>) -> [Tensor<B, 2>; 2] {
+pub fn tokens<B: AutodiffBackend>(ranks: impl Iterator<Item = usize>) -> [Tensor<B, 2>; 2] {
     let (mut inputs, mut targets) = (Vec::new(), Vec::new());
     for rank in ranks {
         for token in 0..count(rank) {
@@ -96,7 +95,7 @@ pub fn numbers(seed: usize, len: usize, scale: f64) -> Vec<f64> {
     (0..len).map(|i| scale * ((seed * 7919 + i * 104_729) as f64).sin()).collect()
 }
 
-fn tensor<B: CollectiveBackend>(numbers: Vec<f64>, shape: [usize; 2]) -> Tensor<B, 2> {
+fn tensor<B: AutodiffBackend>(numbers: Vec<f64>, shape: [usize; 2]) -> Tensor<B, 2> {
     // In f64, so that losses differ by little more than the order of sums.
     Tensor::from_data(TensorData::new(numbers, shape), (&Default::default(), DType::F64))
 }

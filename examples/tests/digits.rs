@@ -14,12 +14,11 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{Checkpoints, DataParallel, Group, Sharding};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::AdamConfig;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Tensor, TensorData};
 use checkpoint::Settings;
 use data::Digits;
@@ -64,7 +63,7 @@ fn errors(outcomes: Vec<Result<Outcome, String>>) -> Vec<Option<String>> {
     outcomes.into_iter().map(Result::err).collect()
 }
 
-fn train_on<B: CollectiveBackend>(
+fn train_on<B: AutodiffBackend>(
     ranks: usize,
     settings: &Settings,
     epochs: usize,
@@ -85,7 +84,7 @@ fn train_on<B: CollectiveBackend>(
 }
 
 /// Returns the values of all parameters and running states in a checkpoint.
-fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
+fn values<B: AutodiffBackend>(path: &Path) -> Vec<TensorData> {
     struct Values(Vec<TensorData>);
     impl<B: Backend> ModuleVisitor<B> for Values {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
@@ -227,7 +226,7 @@ fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
     use bonfire::CudaDevice;
     type Gpu = Autodiff<bonfire::Cuda>;
     /// Trains two more epochs, of one step each. Returns their losses.
-    fn steps<B: CollectiveBackend>(from: &Path, to: &Path, device: impl Fn(u8) -> B::Device + Sync) -> Vec<f64> {
+    fn steps<B: AutodiffBackend>(from: &Path, to: &Path, device: impl Fn(u8) -> B::Device + Sync) -> Vec<f64> {
         let rank = |(group, number): (Group, u8)| {
             let data = images(settings().batch)?;
             let (save, resume) = (Some(to), Some(from));

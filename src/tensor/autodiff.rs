@@ -18,7 +18,8 @@
 //!
 //! # Errors
 //! Each function returns the errors of its counterpart in [`operation`](super::operation#errors), and
-//! [`Error::InvalidArgument`] for an `Autodiff` of an `Autodiff`: the outer graph would lose the gradient.
+//! [`Error::InvalidArgument`] for an `Autodiff` of an `Autodiff`, whose outer graph would lose the gradient, and for an
+//! autodiff backend that is not burn's.
 //!
 //! # Panics
 //! The backward pass panics with the text of the error if its collective fails, because burn's backward passes return
@@ -48,16 +49,17 @@
 pub(crate) mod hook;
 mod linear;
 
-use burn::backend::Autodiff;
+use std::sync::{Arc, OnceLock};
+
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Float, Tensor, TensorPrimitive};
 
-use self::hook::GradientHook;
+use self::hook::{Tracked, check_backend, with_tracked};
 use self::linear::Linear;
 pub use super::attempt::attempt;
 use super::attempt::fail;
@@ -65,44 +67,6 @@ use super::operation::axis::Axis;
 use super::operation::carry;
 use super::operation::sizes::{self, Sizes, split_sizes};
 use bonfire_core::{Error, Group, ReduceOp};
-
-/// An autodiff backend with differentiable collectives.
-///
-/// Every [`Autodiff`] implements it. Use it instead of `AutodiffBackend` as the bound of code that builds layers which
-/// communicate.
-pub trait CollectiveBackend: GradientHook {
-    /// Returns [`all_reduce_sum`] of the backend's primitive tensors, with gradients for a global loss that is a
-    /// weighted sum: the sum over the ranks of `weight` times the rank's loss. `weight` does not change the result.
-    ///
-    /// A rank's gradient is that of the global loss divided by the rank's own weight, because
-    /// [`DataParallel::sync`](crate::DataParallel::sync) multiplies by that weight. It is zero where the weight is 0.
-    ///
-    /// # Errors
-    /// See [errors](crate::tensor::autodiff#errors).
-    #[track_caller]
-    fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error>;
-
-    /// The other collectives on the backend's primitive tensors.
-    #[doc(hidden)]
-    #[track_caller]
-    fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error>;
-}
-
-impl<B: Backend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C>
-where
-    // Does not hold for every `B`: burn's feature `distributed` adds bounds.
-    Self: AutodiffBackend<InnerBackend = B>,
-{
-    #[track_caller]
-    fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error> {
-        tracked_sum::<B, C>(tensor, group, weight)
-    }
-
-    #[track_caller]
-    fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error> {
-        linear::tracked::<B, C>(tensor, group, linear)
-    }
-}
 
 /// Returns the element-wise sum of the ranks' tensors, on every rank. For other reductions, without gradients, use
 /// [`operation::all_reduce`](super::operation::all_reduce).
@@ -142,11 +106,11 @@ where
 /// # Ok::<(), bonfire::Error>(())
 /// ```
 #[track_caller]
-pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
+pub fn all_reduce_sum<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let sum = B::float_all_reduce_sum(tensor.into_primitive().tensor(), group, 1.0)?;
+    let sum = weighted_sum::<B>(tensor.into_primitive().tensor(), group, &Weight::new(1.0))?;
     Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
 }
 
@@ -159,7 +123,7 @@ pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn broadcast<B: CollectiveBackend, const D: usize>(
+pub fn broadcast<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     root: usize,
     group: &Group,
@@ -176,7 +140,7 @@ pub fn broadcast<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn all_gather<B: CollectiveBackend, const D: usize>(
+pub fn all_gather<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     group: &Group,
@@ -194,7 +158,7 @@ pub fn all_gather<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
+pub fn all_gather_v<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     sizes: Option<&[usize]>,
@@ -214,7 +178,7 @@ pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
+pub fn reduce_scatter<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     group: &Group,
@@ -232,7 +196,7 @@ pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
+pub fn reduce_scatter_v<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     sizes: &[usize],
@@ -250,7 +214,7 @@ pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn all_to_all<B: CollectiveBackend, const D: usize>(
+pub fn all_to_all<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     group: &Group,
@@ -267,7 +231,7 @@ pub fn all_to_all<B: CollectiveBackend, const D: usize>(
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
 #[track_caller]
-pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
+pub fn all_to_all_v<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     send: &[usize],
@@ -284,27 +248,63 @@ pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
 }
 
 #[track_caller]
-fn linear<B: CollectiveBackend, const D: usize>(
+fn linear<B: AutodiffBackend, const D: usize>(
     tensor: Tensor<B, D>,
     group: &Group,
     linear: Linear,
 ) -> Result<Tensor<B, D>, Error> {
-    let result = B::float_linear(tensor.into_primitive().tensor(), group, linear)?;
+    check_backend::<B>(OPERATION)?;
+    let tensor = tensor.into_primitive().tensor();
+    let result = with_tracked::<B, _>(tensor, |tensor| linear::tracked(tensor, group, linear))?;
     Ok(Tensor::from_primitive(TensorPrimitive::Float(result)))
 }
 
 const OPERATION: &str = "differentiable collective";
 
-/// The backward step of [`all_reduce_sum`]. Its state is the group and the rank's weight.
+/// The weight of a rank's loss in a global loss that is a weighted sum. It may be known only after the forward pass.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Weight(Arc<OnceLock<f64>>);
+
+impl Weight {
+    pub fn new(weight: f64) -> Weight {
+        Weight(Arc::new(weight.into()))
+    }
+
+    /// Sets the weight, unless it is set.
+    pub fn set(&self, weight: f64) {
+        self.0.get_or_init(|| weight);
+    }
+
+    fn get(&self) -> f64 {
+        self.0.get().copied().unwrap_or(0.0)
+    }
+}
+
+/// Returns [`all_reduce_sum`] of a primitive tensor, with gradients for a global loss that is a weighted sum: the sum
+/// over the ranks of each rank's weight times its loss. The weight does not change the result.
+///
+/// A rank's gradient is that of the global loss divided by the rank's own weight, because the exchange of gradients
+/// multiplies by that weight. It is zero where the weight is 0.
+#[track_caller]
+pub(crate) fn weighted_sum<B: AutodiffBackend>(
+    tensor: FloatTensor<B>,
+    group: &Group,
+    weight: &Weight,
+) -> Result<FloatTensor<B>, Error> {
+    check_backend::<B>(OPERATION)?;
+    with_tracked::<B, _>(tensor, |tensor| tracked_sum(tensor, group, weight))
+}
+
+/// The backward step of [`weighted_sum`].
 #[derive(Debug)]
 struct SumOverRanks;
 
 impl<B: Backend> Backward<B, 1> for SumOverRanks {
-    type State = (Group, f64);
+    type State = (Group, Weight);
 
     fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         unary::<B, _>(ops.parents, ops.node, gradients, |gradient| {
-            let (group, weight) = ops.state;
+            let (group, weight) = (ops.state.0, ops.state.1.get());
             let scaled = |gradient, factor: f64| match factor {
                 1.0 => gradient,
                 _ => B::float_mul_scalar(gradient, factor.into()),
@@ -316,16 +316,12 @@ impl<B: Backend> Backward<B, 1> for SumOverRanks {
 }
 
 #[track_caller]
-fn tracked_sum<B: Backend, C: CheckpointStrategy>(
-    tensor: FloatTensor<Autodiff<B, C>>,
-    group: &Group,
-    weight: f64,
-) -> Result<FloatTensor<Autodiff<B, C>>, Error> {
-    refuse_nested::<B>(&tensor.primitive)?;
-    let result = sum::<B>(tensor.primitive, group)?;
+fn tracked_sum<I: Backend>(tensor: Tracked<I>, group: &Group, weight: &Weight) -> Result<Tracked<I>, Error> {
+    refuse_nested::<I>(&tensor.primitive)?;
+    let result = sum::<I>(tensor.primitive, group)?;
     // Declared compute bound, so that no checkpointing strategy repeats the communication.
-    Ok(match SumOverRanks.prepare::<C>([tensor.node]).compute_bound().stateful() {
-        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight), result),
+    Ok(match SumOverRanks.prepare::<NoCheckpointing>([tensor.node]).compute_bound().stateful() {
+        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight.clone()), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })
 }
@@ -346,8 +342,8 @@ fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
-    use burn::backend::Flex;
     use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
+    use burn::backend::{Autodiff, Flex};
     use burn::tensor::DType;
 
     use super::*;
@@ -364,7 +360,7 @@ mod tests {
     }
 
     /// The loss of rank `r` is `(r + 1) * sum(s^2)` with the ranks' sum `s`, so the gradient is `2 * s * (1 + 2 + 3)`.
-    fn gradients_of_three<B: CollectiveBackend>() {
+    fn gradients_of_three<B: AutodiffBackend>() {
         let gradients = on_ranks(3, |group| {
             let x = leaf::<B>([group.rank() as f64, 1.0]).require_grad();
             let sum = all_reduce_sum(x.clone(), &group).expect("all ranks are here");

@@ -3,9 +3,8 @@
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod access;
 
+use burn::tensor::Shape;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Shape, TensorMetadata};
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::access::DeviceAccess;
@@ -190,22 +189,4 @@ pub(crate) fn start<B: Backend, T: Send + 'static>(
         return DeviceAccess::<cubecl::cuda::CudaRuntime>::start(group, kind, call);
     }
     Err(Error::broken("an operation on a device", "its tensors are not on a collective device"))
-}
-
-/// Starts one all-reduce of several tensors of the element type of `request`, which are on a collective device.
-pub(crate) fn start_all_reduce<B: Backend>(
-    group: &Group,
-    tensors: Vec<FloatTensor<B>>,
-    request: Request<'static>,
-) -> Result<PendingTensors<FloatTensor<B>>, Error> {
-    let mut call = DeviceCall::collective(request, 0, Vec::new(), Vec::new());
-    for tensor in tensors {
-        let shape = tensor.shape();
-        let range = call.bytes..call.bytes + shape.num_elements() * call.request.dtype().size();
-        call.bytes = range.end;
-        let ranges = Ranges::from(range);
-        call.targets.push(Target { like: tensor.clone(), shape, ranges: ranges.clone() });
-        call.sources.push((tensor, ranges));
-    }
-    start::<B, _>(group, TensorKind::Float, call)
 }

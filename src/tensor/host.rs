@@ -44,7 +44,7 @@ macro_rules! as_wide {
 }
 
 /// A kind of tensors that can be sent between ranks: [`Float`], [`Int`] or [`Bool`].
-pub trait Kind<B: Backend>: BasicOps<B> {
+pub trait Kind<B: Backend>: BasicOps<B, Primitive: Send> {
     /// Returns the backend's primitive tensor; `None` for a quantized one, which cannot be sent.
     #[doc(hidden)]
     fn plain(tensor: &Self::Primitive) -> Option<&dyn Any>;
@@ -333,25 +333,35 @@ impl Context<'_> {
         has
     }
 
-    /// Returns initialised memory of unspecified contents for `count` elements of a tensor of `B`, aligned for them.
-    #[cfg_attr(
-        not(feature = "flex"),
-        expect(clippy::extra_unused_type_parameters, reason = "only Flex has such memory")
-    )]
+    /// As [`buffer`], in the context's memory.
     pub fn buffer<B: Backend>(&self, operation: &str, dtype: DType, count: usize) -> Result<Bytes, Error> {
-        let bytes = count.checked_mul(dtype.size()).filter(|bytes| isize::try_from(*bytes).is_ok());
-        let bytes = bytes.ok_or_else(|| Error::argument(operation, format!("no tensor has {count} elements")))?;
         #[cfg(feature = "flex")]
-        if flex::is::<B>() {
-            return match self.memory {
-                Some(memory) => memory.bytes(operation, self.group, bytes),
-                None => pool::bytes(operation, bytes),
-            };
+        if let Some(memory) = self.memory
+            && flex::is::<B>()
+        {
+            return memory.bytes(operation, self.group, bytes(operation, dtype, count)?);
         }
-        let _ = bytes;
-        // Other backends adopt memory without a copy only if it was allocated with the layout of such elements.
-        as_wide!(dtype, T => zeroed::<T>(operation, count).map(Bytes::from_elems))
+        buffer::<B>(operation, dtype, count)
     }
+}
+
+/// Returns initialised memory of unspecified contents for `count` elements of a tensor of `B`, aligned for them.
+#[cfg_attr(not(feature = "flex"), expect(clippy::extra_unused_type_parameters, reason = "only Flex has such memory"))]
+pub(crate) fn buffer<B: Backend>(operation: &str, dtype: DType, count: usize) -> Result<Bytes, Error> {
+    let bytes = bytes(operation, dtype, count)?;
+    #[cfg(feature = "flex")]
+    if flex::is::<B>() {
+        return pool::bytes(operation, bytes);
+    }
+    let _ = bytes;
+    // Other backends adopt memory without a copy only if it was allocated with the layout of such elements.
+    as_wide!(dtype, T => zeroed::<T>(operation, count).map(Bytes::from_elems))
+}
+
+/// Returns the bytes of so many elements.
+fn bytes(operation: &str, dtype: DType, count: usize) -> Result<usize, Error> {
+    let bytes = count.checked_mul(dtype.size()).filter(|bytes| isize::try_from(*bytes).is_ok());
+    bytes.ok_or_else(|| Error::argument(operation, format!("no tensor has {count} elements")))
 }
 
 #[cfg(test)]

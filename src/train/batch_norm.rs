@@ -1,16 +1,21 @@
 //! Batch normalisation with the statistics of the global batch.
 
 use std::any::Any;
+use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::config::Config;
-use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param, RunningState};
-use burn::tensor::backend::Backend;
+use burn::module::{
+    AutodiffModule, Content, Devices, DisplaySettings, EmptyRecord, Initializer, Module, ModuleDisplay,
+    ModuleDisplayDefault, ModuleMapper, ModuleVisitor, Param, RunningState,
+};
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
 use crate::tensor::attempt::fail;
-use crate::tensor::autodiff::CollectiveBackend;
+use crate::tensor::autodiff::{Weight, weighted_sum};
 use bonfire_core::{Error, Group};
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
@@ -29,7 +34,7 @@ pub struct SyncBatchNormConfig {
 impl SyncBatchNormConfig {
     /// Makes a layer for training, synchronised over `group`. Does not communicate: all ranks start with scale 1,
     /// offset 0, running mean 0 and running variance 1.
-    pub fn init<B: CollectiveBackend>(&self, group: &Group, device: &B::Device) -> SyncBatchNorm<B> {
+    pub fn init<B: AutodiffBackend>(&self, group: &Group, device: &B::Device) -> SyncBatchNorm<B> {
         self.layer(Some(SyncGroup::new::<B>(group)), device)
     }
 
@@ -46,7 +51,7 @@ impl SyncBatchNormConfig {
             running_mean: RunningState::new(Tensor::zeros(features, device)),
             running_var: RunningState::new(Tensor::ones(features, device)),
             momentum: self.momentum,
-            fixed: Fixed { epsilon: self.epsilon, sync },
+            fixed: Fixed { epsilon: self.epsilon, sync, weight: None, backend: PhantomData },
         }
     }
 }
@@ -57,9 +62,10 @@ impl SyncBatchNormConfig {
 /// gradients of inputs and parameters, and running statistics. The running statistics are bit-identical on all ranks.
 /// In inference, on a backend without autodiff, the layer uses the running statistics and does not communicate.
 ///
-/// A rank's loss must be a mean over its own shard. The global loss is the mean of the ranks' losses, weighted by the
-/// sizes of the shards, which may differ. Average the gradients with the same weights, as
-/// [`DataParallel::sync`](crate::DataParallel::sync) does.
+/// The global loss is the mean of the ranks' losses, weighted by what each is a mean over. In a pass
+/// ([`DataParallel::run`](crate::DataParallel::run)) that is the weight of the pass. Outside of passes it is the number
+/// of rows of the layer's input, so a rank's loss must be a mean over these: average the gradients with the same
+/// weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
 ///
 /// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
 /// Ranks that are threads of one process must each build their own model and follow the rules of
@@ -72,12 +78,12 @@ impl SyncBatchNormConfig {
 /// # Example
 /// ```
 /// use bonfire::Group;
-/// use bonfire::tensor::autodiff::CollectiveBackend;
 /// use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
 /// use burn::backend::{Autodiff, NdArray};
 /// use burn::module::{AutodiffModule, Module};
 /// use burn::nn::{Linear, LinearConfig};
-/// use burn::tensor::{Distribution, Tensor, backend::Backend};
+/// use burn::tensor::{Distribution, Tensor};
+/// use burn::tensor::backend::{AutodiffBackend, Backend};
 ///
 /// #[derive(Module, Debug)]
 /// struct Model<B: Backend> {
@@ -85,7 +91,7 @@ impl SyncBatchNormConfig {
 ///     norm: SyncBatchNorm<B>,
 /// }
 ///
-/// impl<B: CollectiveBackend> Model<B> {
+/// impl<B: AutodiffBackend> Model<B> {
 ///     fn new(group: &Group, device: &B::Device) -> Self {
 ///         let linear = LinearConfig::new(4, 8).init(device);
 ///         Self { linear, norm: SyncBatchNormConfig::new(8).init(group, device) }
@@ -121,8 +127,7 @@ pub struct SyncBatchNorm<B: Backend> {
     /// The weight of a batch in the update of the running statistics: they become
     /// `(1 - momentum) * running + momentum * batch`.
     pub momentum: f64,
-    #[module(skip)]
-    fixed: Fixed,
+    fixed: Fixed<B>,
 }
 
 impl<B: Backend> SyncBatchNorm<B> {
@@ -185,7 +190,7 @@ impl<B: Backend> SyncBatchNorm<B> {
             )
         })?;
         let [ranks, rank, features] = [sync.group.world_size(), sync.group.rank(), input.dims()[1]];
-        let samples = input.dims()[0];
+        let weight = self.fixed.weight.clone().unwrap_or_else(|| Weight::new(input.dims()[0] as f64));
         let count = input.shape().num_elements() / features;
         // The mean of an empty shard is 0, not NaN: a NaN would survive its weight of 0. It remains part of the graph,
         // because this rank must take part in the backward pass too. `mean_dim` instead of a sum divided by a scalar:
@@ -199,7 +204,7 @@ impl<B: Backend> SyncBatchNorm<B> {
         let own = Tensor::cat(vec![own_mean, own_var, Tensor::full([1, 1], count as f64, options)], 0).transpose();
         let width = 2 * features + 1;
         let rows = Tensor::zeros([ranks, width], options).slice_assign([rank..rank + 1, 0..width], own);
-        let rows = sync.sum(rows, samples as f64)?;
+        let rows = sync.sum(rows, &weight)?;
 
         let counts = rows.clone().slice([0..ranks, width - 1..width]).detach();
         let weights = counts.clone().div(counts.sum().unsqueeze());
@@ -234,11 +239,92 @@ impl<B: Backend> ModuleDisplay for SyncBatchNorm<B> {
 
 /// Properties that are neither trained nor saved. They are one field of the layer, because each field takes a position
 /// in positional record formats, and burn's layer has the same number of fields.
+/// burn's derive macro takes a field for a module, which mappers visit, only if its type has the parameter `B`.
 #[derive(Clone, Debug)]
-struct Fixed {
+struct Fixed<B> {
     epsilon: f64,
     sync: Option<SyncGroup>,
+    /// In the model of a pass: what its loss is a mean over.
+    weight: Option<Weight>,
+    backend: PhantomData<B>,
 }
+
+impl<B> Fixed<B> {
+    /// Returns the same properties for a layer of another backend.
+    fn cast<C>(self) -> Fixed<C> {
+        Fixed { epsilon: self.epsilon, sync: self.sync, weight: self.weight, backend: PhantomData }
+    }
+}
+
+/// What mappers are told when they come to a layer, as the type of a container that they enter and leave at once.
+const LAYER: &str = "bonfire::SyncBatchNorm";
+
+thread_local! {
+    /// The weight that the mapper has for the layer. Mappers have no other way to change what is no parameter.
+    static OFFERED: RefCell<Option<Weight>> = const { RefCell::new(None) };
+}
+
+/// Gives a layer the weight of the pass whose model is being made. `container` is what the mapper enters. Returns
+/// whether it is such a layer.
+pub(super) fn offer_weight(container: &str, weight: &Weight) -> bool {
+    let is_layer = container == LAYER;
+    if is_layer {
+        OFFERED.set(Some(weight.clone()));
+    }
+    is_layer
+}
+
+impl<B: Backend> Module<B> for Fixed<B> {
+    type Record = EmptyRecord;
+
+    fn collect_devices(&self, devices: Devices<B>) -> Devices<B> {
+        devices
+    }
+
+    fn fork(self, _: &B::Device) -> Self {
+        self
+    }
+
+    fn to_device(self, _: &B::Device) -> Self {
+        self
+    }
+
+    fn visit<V: ModuleVisitor<B>>(&self, _: &mut V) {}
+
+    fn map<P: ModuleMapper<B>>(self, mapper: &mut P) -> Self {
+        mapper.enter_module("", LAYER);
+        mapper.exit_module("", LAYER);
+        Fixed { weight: OFFERED.take().or(self.weight), ..self }
+    }
+
+    fn load_record(self, _: Self::Record) -> Self {
+        self
+    }
+
+    fn into_record(self) -> Self::Record {
+        EmptyRecord
+    }
+}
+
+impl<B: AutodiffBackend> AutodiffModule<B> for Fixed<B> {
+    type InnerModule = Fixed<B::InnerBackend>;
+
+    fn valid(&self) -> Self::InnerModule {
+        self.clone().cast()
+    }
+
+    fn from_inner(module: Self::InnerModule) -> Self {
+        module.cast()
+    }
+}
+
+impl<B: Backend> ModuleDisplayDefault for Fixed<B> {
+    fn content(&self, content: Content) -> Option<Content> {
+        content.optional()
+    }
+}
+
+impl<B: Backend> ModuleDisplay for Fixed<B> {}
 
 /// The group of a layer, and the training backend's differentiable sum over it.
 ///
@@ -251,15 +337,15 @@ struct SyncGroup {
     sum: Arc<dyn Any + Send + Sync>,
 }
 
-type SumFn<B> = fn(FloatTensor<B>, &Group, f64) -> Result<FloatTensor<B>, Error>;
+type SumFn<B> = fn(FloatTensor<B>, &Group, &Weight) -> Result<FloatTensor<B>, Error>;
 
 impl SyncGroup {
-    fn new<B: CollectiveBackend>(group: &Group) -> Self {
-        let sum: SumFn<B> = B::float_all_reduce_sum;
+    fn new<B: AutodiffBackend>(group: &Group) -> Self {
+        let sum: SumFn<B> = weighted_sum::<B>;
         Self { group: group.clone(), sum: Arc::new(sum) }
     }
 
-    fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>, weight: f64) -> Result<Tensor<B, D>, Error> {
+    fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>, weight: &Weight) -> Result<Tensor<B, D>, Error> {
         let sum = self.sum.downcast_ref::<SumFn<B>>().ok_or_else(|| {
             Error::argument("batch norm", "the layer was made for another autodiff backend than it is called on")
         })?;
@@ -299,7 +385,7 @@ mod tests {
     #[test]
     fn a_layer_moved_to_a_foreign_backend_does_not_train() {
         let foreign = SyncBatchNorm::<Autodiff<NdArray<f64>>> {
-            fixed: layer().fixed,
+            fixed: layer().fixed.cast(),
             ..SyncBatchNormConfig::new(3).init_inference(&Default::default())
         };
         assert!(matches!(foreign.batch_statistics(ones(3)), Err(Error::InvalidArgument { .. })));

@@ -15,16 +15,15 @@
 //!
 //! fn train(group: Group, folder: std::path::PathBuf) -> Result<usize, bonfire::Error> {
 //!     let device = Default::default();
-//!     let (model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+//!     let (model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
 //!     let mut state = TrainingState::new(model, AdamConfig::new().init(), 1e-3, ());
 //!     let mut checkpoints = Checkpoints::new(ddp.group(), folder)?;
 //!     checkpoints.load(&mut state)?;                      // goes on from the newest set, if there is one
 //!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
 //!     for shard in sampler.epoch(state.epoch).skip(state.batch).take(4) {
-//!         let step = ddp.step(&state.model, shard.len())?;
-//!         let loss = step.model().forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
-//!         let grads = step.finish(loss.backward())?;
-//!         state.step(grads);
+//!         let input = Tensor::<B, 2>::ones([shard.len(), 2], &device);
+//!         let gradients = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
+//!         state.step(gradients);
 //!         if state.batch.is_multiple_of(2) {
 //!             checkpoints.save_in_background(&state)?;    // training goes on while it is written
 //!         }
@@ -42,62 +41,29 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # Files
-//!
-//! ```text
-//! FOLDER/set-00000012/set.json                the manifest: the set's id, length and checksum of each file
-//!                     rank-0.safetensors      one file for each rank
-//!                     rank-1.safetensors
-//!        .part-4f1c.../                       a set that is being written, or that was interrupted
-//! ```
-//!
-//! The files are safetensors: other programs can read them. A file has ranges of tensors, each as one dimension; the
-//! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH` and
-//! `optimizer/PATH/FIELD`, and `training` is a record of all else.
-//!
-//! # What survives
-//! When [`save`](Checkpoints::save) or [`wait`](Checkpoints::wait) has returned, the files, the entries of their folder
-//! and the folder's own entry were flushed to disk (`fsync`): the set survives a power cut, if the disk keeps what it
-//! has reported as flushed. Before that moment the set before it is the newest one.
+//! What can be saved is a [`TrainingState`](crate::TrainingState), and a pair of a state and the
+//! [`ShardedOptimizer`](crate::ShardedOptimizer) or the [`FullyShardedParallel`](crate::FullyShardedParallel) that
+//! trains its model. A set can be loaded into any of them, whichever has saved it. [`bonfire_train::checkpoint`] has
+//! the format of the files, and says what survives a crash.
 
-mod folder;
-mod format;
 mod module;
-mod own_part;
-mod parts;
-mod set;
 mod state;
 mod training;
 
-use std::any::Any;
-use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
-use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::PathBuf;
 
-use log::warn;
+use burn::module::ParamId;
+use burn::tensor::backend::Backend;
+use burn::tensor::{BoolStore, DType, Tensor};
 
-use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
-pub(crate) use self::format::Sink;
-use self::format::{FileId, FileSummary, Manifest};
-pub(crate) use self::own_part::{OwnPart, OwnParts};
-pub(crate) use self::parts::{Parts, loaded};
-use self::parts::{Sample, check_samples};
-#[doc(hidden)]
-pub use self::set::Set;
-pub(crate) use self::set::{LOADING, argument};
-pub(crate) use self::state::{NOT_ELEMENTWISE, Split, TensorBytes, encode, join, split};
-pub(crate) use self::training::{check_state, has_states, state_name};
-use super::agree::{all_or_none, lane};
-use bonfire_core::internal::{AgreedOperations, random};
+use crate::tensor::host::{Kind, Source};
 use bonfire_core::{Error, Group};
+use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 
-/// How long the ranks wait for the slowest of them to write or to read, at least.
-const TIMEOUT: Duration = Duration::from_secs(3600);
-
-/// The number of sets that are kept, unless set.
-const KEEP: usize = 2;
+pub(super) use self::state::{NOT_ELEMENTWISE, Split, TensorBytes, encode, join, split};
+pub(super) use self::training::{check_state, has_states, state_name};
 
 /// A folder with the checkpoints of a training. Each rank of a group has one.
 ///
@@ -107,12 +73,8 @@ const KEEP: usize = 2;
 /// See the [module](self) for a training loop, for the files, and for what survives a crash or a power cut.
 ///
 /// [`DataParallel::shrink`]: crate::DataParallel::shrink
-pub struct Checkpoints {
-    folder: PathBuf,
-    keep: usize,
-    lane: Group,
-    in_flight: Option<JoinHandle<Result<(), Error>>>,
-}
+#[derive(Debug)]
+pub struct Checkpoints(checkpoint::Checkpoints);
 
 /// What can be saved: a [`TrainingState`], and a pair of a state and the [`ShardedOptimizer`] or the
 /// [`FullyShardedParallel`] that trains its model. A set can be loaded into any of them.
@@ -141,17 +103,6 @@ pub trait Load {
     fn replace(self, loaded: Self::Loaded);
 }
 
-/// What a rank saves.
-#[doc(hidden)]
-pub struct Snapshot {
-    /// Completed epochs and batches, which must be the same on all ranks.
-    pub(crate) position: (u64, u64),
-    pub(crate) collect: Collect,
-}
-
-/// Adds the parts of this rank. Runs on another thread if the save is in the background.
-pub(crate) type Collect = Box<dyn FnOnce(&mut Parts) -> Result<(), Error> + Send>;
-
 impl Checkpoints {
     /// Opens a folder of sets. It need not exist. All ranks must call this; it blocks until they have.
     ///
@@ -162,15 +113,12 @@ impl Checkpoints {
     /// The errors of [`Group::subgroup`].
     #[track_caller]
     pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
-        let lane = lane(group)?;
-        let lane = lane.with_deadline(lane.deadline().max(TIMEOUT));
-        Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, in_flight: None })
+        checkpoint::Checkpoints::new(group, folder).map(Checkpoints)
     }
 
     /// Keeps the newest `sets` sets, at least one. A save removes older ones when it is complete. Default: 2
-    pub fn keep(mut self, sets: usize) -> Self {
-        self.keep = sets.max(1);
-        self
+    pub fn keep(self, sets: usize) -> Self {
+        Checkpoints(self.0.keep(sets))
     }
 
     /// Saves a new set. Returns on all ranks when it is complete and on disk.
@@ -191,7 +139,7 @@ impl Checkpoints {
     /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
-        self.job(what).run()
+        self.0.save(what.snapshot())
     }
 
     /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
@@ -208,16 +156,7 @@ impl Checkpoints {
     /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
     pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
-        self.lane.check_concurrent("Checkpoints::save_in_background")?;
-        let job = self.job(what);
-        let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
-            lower_priority();
-            job.run()
-        });
-        // No rank would wait for this one.
-        let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
-        self.in_flight = Some(thread);
-        Ok(())
+        self.0.save_in_background(what.snapshot())
     }
 
     /// Waits for a save in the background, if there is one.
@@ -225,8 +164,7 @@ impl Checkpoints {
     /// # Errors
     /// Those of [`save`](Self::save).
     pub fn wait(&mut self) -> Result<(), Error> {
-        let Some(thread) = self.in_flight.take() else { return Ok(()) };
-        thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
+        self.0.wait()
     }
 
     /// Loads the newest set, which rank 0 chooses. Returns false if the folder has none.
@@ -243,134 +181,54 @@ impl Checkpoints {
     /// optimizer for example. The error names the file and what to do. Otherwise the errors of [`Group::all_gather`];
     /// some ranks may have loaded then. The error of a save in the background.
     pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
-        self.wait()?;
-        let own = if self.lane.rank() == 0 { self.newest() } else { Ok(None) };
-        let Some((name, manifest)) = self.lane.all_gather_results(own)?.swap_remove(0) else { return Ok(false) };
-        let set = Set::open(&self.folder.join(name), &manifest);
-        let loaded = all_or_none(&self.lane, set.and_then(|set| into.read(&set)))?;
+        let Some(loaded) = self.0.load(|set| into.read(set))? else { return Ok(false) };
         into.replace(loaded);
         Ok(true)
     }
-
-    /// Returns the name of the newest set's folder, and its manifest.
-    fn newest(&self) -> Result<Option<(PathBuf, Manifest)>, Error> {
-        let failed = |error| Error::io(format!("{}: reading {}", set::LOADING, self.folder.display()), error);
-        let Some((path, text)) = newest(&self.folder).map_err(failed)? else { return Ok(None) };
-        let manifest = text.map_err(|e| e.to_string()).and_then(|text| Manifest::parse(&text));
-        let manifest = manifest.map_err(|reason| set::invalid(&path.join(folder::MANIFEST), &reason))?;
-        Ok(path.file_name().map(|name| (name.into(), manifest)))
-    }
-
-    fn job(&self, what: impl Save) -> Job {
-        let (lane, folder) = (self.lane.clone(), self.folder.clone());
-        Job { lane, folder, keep: self.keep, snapshot: what.snapshot() }
-    }
 }
 
-/// Lets the threads of the training run before this one, which may take longer.
-fn lower_priority() {
-    // Linux has a priority for each thread, and anyone may lower it. Elsewhere it would be that of the process.
-    #[cfg(target_os = "linux")]
-    if let Err(error) = rustix::process::setpriority_process(None, 19) {
-        log::debug!("the priority of the thread that saves a checkpoint cannot be lowered: {error}");
-    }
+/// The parts that a rank has of parameters.
+pub(super) type OwnParts = HashMap<ParamId, OwnPart>;
+
+/// Passes the bytes of these elements of a tensor on.
+fn read<B: Backend, K: Kind<B>, const D: usize>(
+    tensor: Tensor<B, D, K>,
+    range: Range<usize>,
+    sink: Sink<'_>,
+) -> Result<(), Error> {
+    let len = tensor.shape().num_elements();
+    let flat: Tensor<B, 1, K> = tensor.reshape([len]);
+    let flat = if range.len() == len { flat } else { flat.slice(range) };
+    let (source, _) = Source::read::<B, K>("reading a tensor to save it", flat.into_primitive())?;
+    sink(source.bytes())
 }
 
-/// A save.
-struct Job {
-    lane: Group,
-    folder: PathBuf,
-    keep: usize,
-    snapshot: Result<Snapshot, Error>,
+/// The element types that can be saved, and in which form. Bools are saved as bytes.
+const TYPES: [(DType, Dtype); 14] = [
+    (DType::F64, Dtype::F64),
+    (DType::F32, Dtype::F32),
+    (DType::Flex32, Dtype::F32),
+    (DType::F16, Dtype::F16),
+    (DType::BF16, Dtype::BF16),
+    (DType::I64, Dtype::I64),
+    (DType::I32, Dtype::I32),
+    (DType::I16, Dtype::I16),
+    (DType::I8, Dtype::I8),
+    (DType::U64, Dtype::U64),
+    (DType::U32, Dtype::U32),
+    (DType::U16, Dtype::U16),
+    (DType::U8, Dtype::U8),
+    (DType::Bool(BoolStore::Native), Dtype::BOOL),
+];
+
+/// The element type in which elements of this type are saved.
+pub(super) fn stored(name: &str, dtype: DType) -> Result<Dtype, Error> {
+    let dtype = if dtype.is_bool() { DType::Bool(BoolStore::Native) } else { dtype };
+    let found = TYPES.into_iter().find(|(own, _)| *own == dtype).map(|(_, stored)| stored);
+    found.ok_or_else(|| Error::argument("checkpoint", format!("`{name}` has elements of {dtype:?}, which no file has")))
 }
 
-impl Job {
-    fn run(self) -> Result<(), Error> {
-        let Job { lane, folder, keep, snapshot } = self;
-        let (position, collect) = match snapshot {
-            Ok(Snapshot { position, collect }) => (Ok(position), Some(collect)),
-            Err(error) => (Err(error), None),
-        };
-        check_positions(&lane.all_gather_results(position)?)?;
-        let leads = lane.rank() == 0;
-        let failed = |error| Error::io(format!("{SAVING} in {}", folder.display()), error);
-        let draft = match leads {
-            true => random().and_then(|id| begin(&folder, format!("{id:016x}")).map(Some).map_err(failed)),
-            false => Ok(None),
-        };
-        let draft = lane.all_gather_results(draft)?.swap_remove(0);
-        let draft = draft.ok_or_else(|| Error::broken(SAVING, "rank 0 has begun no set"))?;
-        let written = catch_unwind(AssertUnwindSafe(|| write(&lane, &folder, &draft, collect)));
-        let written = written.unwrap_or_else(|panic| Err(panicked(&*panic)));
-        let saved = lane.all_gather_results(written).and_then(|written| {
-            let (files, samples): (Vec<_>, Vec<_>) = written.into_iter().unzip();
-            check_samples(&samples)?;
-            let manifest = Manifest::new(&draft.id, files);
-            let committed = if leads { commit(&folder, &draft, &manifest, keep).map_err(failed) } else { Ok(()) };
-            lane.all_gather_results(committed).map(drop)
-        });
-        if leads && saved.is_err() {
-            // Another rank may still write there; then the next save removes it.
-            discard(&folder, &draft);
-        }
-        saved
-    }
-}
-
-/// Writes this rank's file of a set.
-fn write(
-    lane: &Group,
-    folder: &Path,
-    draft: &Draft,
-    collect: Option<Collect>,
-) -> Result<(FileSummary, Vec<Sample>), Error> {
-    let (rank, world_size, path) = (lane.rank(), lane.world_size(), draft.path(folder));
-    if !path.is_dir() {
-        let reason = format!(
-            "rank {rank} does not see the folder {}, which rank 0 has made; give a folder that all ranks share",
-            path.display()
-        );
-        return Err(Error::argument(SAVING, reason));
-    }
-    let mut parts = Parts::new(rank, world_size);
-    if let Some(collect) = collect {
-        collect(&mut parts)?;
-    }
-    let id = FileId { set: &draft.id, rank, world_size };
-    let (parts, samples) = parts.into_list();
-    let summary = format::write(&path.join(file_name(rank)), id, parts)?;
-    sync(&path).map_err(|e| Error::io(format!("{SAVING}: flushing {}", path.display()), e))?;
-    Ok((summary, samples))
-}
-
-/// Fails if the ranks are not at the same epoch and batch.
-fn check_positions(positions: &[(u64, u64)]) -> Result<(), Error> {
-    let Some(rank) = positions.iter().position(|position| *position != positions[0]) else { return Ok(()) };
-    let text = |(epoch, batch): (u64, u64)| format!("epoch {epoch}, batch {batch}");
-    let (first, other) = (text(positions[0]), text(positions[rank]));
-    let reason = format!("rank 0 is at {first}, rank {rank} at {other}; save on all ranks after the same step");
-    Err(Error::argument(SAVING, reason))
-}
-
-/// What errors of a save name.
-pub(crate) const SAVING: &str = "saving a checkpoint";
-
-fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    Error::broken(SAVING, format!("it panicked: {}", text.unwrap_or("without a message")))
-}
-
-impl Drop for Checkpoints {
-    fn drop(&mut self) {
-        if let Err(error) = self.wait() {
-            warn!("{error}");
-        }
-    }
-}
-
-impl fmt::Debug for Checkpoints {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Checkpoints { folder, keep, lane, .. } = self;
-        f.debug_struct("Checkpoints").field("folder", folder).field("keep", keep).field("lane", lane).finish()
-    }
+/// The element type of saved elements in host memory.
+pub(super) fn loaded(dtype: Dtype) -> Option<DType> {
+    TYPES.into_iter().find(|(_, stored)| *stored == dtype).map(|(own, _)| own)
 }

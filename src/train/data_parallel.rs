@@ -1,53 +1,70 @@
 //! Data-parallel training: the same model on all ranks, and the same gradients in every step.
 
-use std::collections::{HashSet, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, TensorPrimitive};
 
-use super::agree::{
-    Parameter, ParameterDescription, all_gather_values, broadcast_parameters, check_same_model, parameters, rebuild,
-};
-use super::bucket::{Limits, Weighting, buckets, pop_if_full};
-use super::compression::Compression;
-use super::mean::mean;
-use super::mesh::DeviceMesh;
-use super::overlap::Overlap;
-use super::reduction::{Compressor, Reducer, Reduction};
+use super::adapter::{BurnTensors, opened};
+use super::model::{Parameters, broadcast_parameters, check_untied, rebuild};
+use super::pass::{Fault, Form, LastPass, Pass, means};
+use super::replicas::Replicas;
 use super::states;
-use super::step_header::{AgreedStep, StepHeader};
-use super::unused::Unused;
-use super::values::{NOTHING, comparison_is_due, digests, positions, values};
+use crate::tensor::autodiff::hook::check_backend;
 use crate::tensor::device::uses_collective_devices;
-use bonfire_core::internal::AgreedOperations;
-use bonfire_core::{DType, Error, Group};
+use bonfire_core::internal::process_number;
+use bonfire_core::{Error, Group};
+use bonfire_train::DeviceMesh;
+use bonfire_train::agree::{all_gather_values, all_or_none};
+use bonfire_train::compression::Compression;
+use bonfire_train::parameters::check_same_model;
+use bonfire_train::protocol::Refusal;
+use bonfire_train::shards::Cut;
+use bonfire_train::step::{Groups, Means, Outcome, Steps, Unused};
 
-/// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
+const OPERATION: &str = "data parallel";
+
+/// Trains a model of which every rank has a replica. Each rank has one.
 ///
-/// [`new`](Self::new) makes the ranks' models equal, and [`sync`](Self::sync) averages their gradients in every step.
+/// [`new`](Self::new) makes the ranks' models equal, and a step makes their gradients equal. A step has any number of
+/// *passes*, each a forward and a backward pass over a part of the data, with a weight: what its loss is a mean over,
+/// such as samples or tokens. It returns the mean over all passes of all ranks.
+///
+/// | a step | with |
+/// |---|---|
+/// | of passes over batches | [`run`](Self::run), [`try_run`](Self::try_run) if they can fail |
+/// | whose program calls `backward` itself, for several models at once for example | [`pass`](Self::pass), [`last_pass`](Self::last_pass) |
+/// | of a rank without data | [`skip`](Self::skip), or [`join`](Self::join) until no rank has any |
+/// | of gradients from elsewhere | [`sync`](Self::sync) |
+///
+/// The gradients of the last pass leave while its backward pass computes the next ones; those of the passes before wait
+/// on the rank and leave with them.
+///
 /// [`resume`](Self::resume) and [`shrink`](Self::shrink) make all else equal that a training carries: see
-/// [`TrainingState`](crate::TrainingState).
-/// See [`train`](crate::train) for a training loop. To shard the optimizer state too, use
-/// [`ShardedOptimizer`](crate::ShardedOptimizer) in place of `sync`.
+/// [`TrainingState`](crate::TrainingState). See [`train`](crate::train) for a training loop. To shard the optimizer
+/// state too, use [`ShardedOptimizer`](crate::ShardedOptimizer).
+///
+/// # No gradient is lost
+/// Every gradient that exists for a parameter at the end of a step is exchanged exactly once, or the step is an error
+/// on all ranks. So parameters may be frozen and unfrozen between steps, on all ranks alike; and what reaches the model
+/// in training directly, such as a penalty on its weights, is added to what the pass's model gets.
+///
+/// # Models in a loop
+/// The model of a pass has the parameters' values, ids and states of the model in training, and is for this pass only.
+/// Several passes of one `DataParallel` may be open at a time, but none begins while the last one is open. Other calls,
+/// such as [`mean`](Self::mean), may be made meanwhile.
+///
+/// # Buckets
+/// The first step with a backward pass measures how fast the group is, and records the order in which gradients arrive.
+/// From the second step on all ranks send buckets of the best size in that order. The bits of a sum over three or more
+/// ranks may depend on the size: [`set_bucket_bytes`](Self::set_bucket_bytes) fixes it where two runs must have the
+/// same bits.
 pub struct DataParallel<B: AutodiffBackend> {
-    /// Reduces gradients over the group. Its parameters are the model's float parameters in visiting order, which is
-    /// the same on all ranks; parameter ids are not.
-    pub(super) reducer: Reducer<B>,
-    /// What overlapped steps need, from the first of them on.
-    pub(super) overlap: Option<Overlap<B>>,
-    /// The most bytes in a bucket of an overlapped step. `None` until it is measured.
-    pub(super) bucket_bytes: Option<usize>,
-    /// Steps since the model was distributed or taken over. A rank whose last `sync` failed may be one behind.
-    pub(super) steps: u64,
-    pub(super) unused: Unused,
+    pub(super) replicas: Replicas<B>,
 }
-
-/// What an exchange ends with.
-type Exchanged = Result<Result<GradientsParams, Error>, Error>;
 
 impl<B: AutodiffBackend> DataParallel<B> {
     /// Makes the ranks' models equal and returns this rank's: every parameter gets rank 0's value.
@@ -60,39 +77,256 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// `mesh` is a group, or a [`DeviceMesh`]. Of a mesh, the group are the ranks that differ from this one only along
     /// `replicate` and `shard`: they get the same model. Ranks that differ along another dimension keep other ones.
     ///
-    /// A training that then leaves out every [`step`](Self::step) and [`sync`](Self::sync) ends with other weights on
-    /// each rank. So if this is dropped on a rank that has called neither, nor [`verify`](Self::verify) or
-    /// [`average_states`](Self::average_states), [`launch`](crate::launch()) returns an error for a rank that otherwise
-    /// succeeds. Without `launch` a warning is logged.
+    /// A training that then leaves out every step ends with other weights on each rank. So if this is dropped on a rank
+    /// that has made none, nor called [`verify`](Self::verify) or [`average_states`](Self::average_states),
+    /// [`launch`](crate::launch()) returns an error for a rank that otherwise succeeds. Without `launch` a warning is
+    /// logged.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
     /// parameter whose path, kind, element type, shape or need for a gradient differs, and describes it on rank 0 and
-    /// on another rank. The same error if a mesh has neither `replicate` nor `shard`. Otherwise [`Error::Io`] if a
-    /// parameter cannot be read from its device, or the errors of [`Group::all_reduce`].
+    /// on another rank. The same error if a model has a trained parameter twice, under one id, of which burn's
+    /// optimizers update only one; if a mesh has neither `replicate` nor `shard`; and for an autodiff backend that is
+    /// not burn's. Otherwise [`Error::Io`] if a parameter cannot be read from its device, or the errors of
+    /// [`Group::all_reduce`].
     #[track_caller]
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
-        let group = mesh.into().replicas("data parallel")?;
+        check_backend::<B>(OPERATION)?;
+        let group = mesh.into().replicas(OPERATION)?;
         let (model, identities) = rebuild(model);
-        let (described, parameters) = describe_parameters(&model);
-        check_same_model(&group, "data parallel", &described)?;
+        let (described, parameters) = Parameters::of(&model);
+        check_same_model(&group, OPERATION, &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
-        let unused = Unused::new(&group);
-        let on_devices = all_gather_values(&group, [u8::from(uses_collective_devices::<B::InnerBackend>())])?;
-        let on_devices = on_devices.iter().all(|on_devices| *on_devices == [1]);
-        let reducer = Reducer::new(group, parameters.into(), on_devices);
-        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0, unused }))
+        all_or_none(&group, check_untied(OPERATION, &model))?;
+        let unused = Arc::new(Unused::new(&group));
+        let on_devices = u64::from(uses_collective_devices::<B::InnerBackend>());
+        let ranks = all_gather_values(&group, [on_devices, process_number()?])?;
+        let on_devices = ranks.iter().all(|[on_devices, _]| *on_devices == 1);
+        let has_threads =
+            (1..ranks.len()).any(|rank| ranks[..rank].iter().any(|[_, process]| *process == ranks[rank][1]));
+        let tensors = BurnTensors::of(&parameters);
+        let steps = Steps::new(Groups::replicas(group)?, parameters.described(), tensors, Cut::Rows, on_devices);
+        Ok((model, DataParallel { replicas: Replicas { steps, parameters, unused, has_threads } }))
     }
 
     /// Returns the group of ranks.
     pub fn group(&self) -> &Group {
-        &self.reducer.group
+        &self.replicas.steps.groups().main
     }
 
-    /// Makes gradients travel compressed, in [`step`](Self::step) and in [`sync`](Self::sync), and added in f32. All
-    /// ranks set the same before the next step. See [`compression`](super::compression) for what it costs; it pays
-    /// where the network is slower than a pass over the gradients, a few GB/s. Tensors on collective devices are
-    /// compressed on the host. A [`ShardedOptimizer`](crate::ShardedOptimizer) does not compress.
+    /// Makes a step with a pass for each batch, and returns the mean gradients. `loss` gets the pass's model and a
+    /// batch, and returns the loss, and the weight of the pass: what the loss is a mean over, such as samples or
+    /// tokens.
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::{Optimizer, SgdConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
+    /// # let (mut model, ddp) = DataParallel::new(group, linear)?;
+    /// # let mut optimizer = SgdConfig::new().init();
+    /// let batches = [Tensor::<_, 2>::ones([3, 2], &device), Tensor::ones([1, 2], &device)];
+    /// let gradients = ddp.run(&model, batches, |model, input| {
+    ///     let samples = input.dims()[0];
+    ///     (model.forward(input).mean(), samples)
+    /// })?;
+    /// model = optimizer.step(0.1, model, gradients);
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// All ranks call it in every step, with any number of batches. One batch is an ordinary step, several accumulate
+    /// gradients, and none is [`skip`](Self::skip). A pass of weight 0 counts nothing. The last batch is known once the
+    /// iterator has no other, so pass as many as the step has: `batches.by_ref().take(4)` of a longer one.
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`], and [`last_pass`](Self::last_pass).
+    #[track_caller]
+    pub fn run<M: AutodiffModule<B>, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
+    ) -> Result<GradientsParams, Error> {
+        self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
+    }
+
+    /// As [`run`](Self::run), with a closure that may fail.
+    ///
+    /// # Errors
+    /// With the text of the closure's error, if it fails on one rank, on all of them: [`Error::InvalidArgument`], and
+    /// the group remains usable; or, if layers of the model communicate, the error of a failed group. Otherwise those
+    /// of `run`.
+    #[track_caller]
+    pub fn try_run<M: AutodiffModule<B>, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
+    ) -> Result<GradientsParams, Error> {
+        Ok(self.gradients(self.replicas.run(model, batches, loss)?))
+    }
+
+    /// Begins a pass that is not the last one of its step. `weight` is what its loss will be a mean over. It
+    /// communicates nothing: ranks may have different numbers of passes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while the last pass of a step is open.
+    pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+        self.pass_of(model, weight as f64)
+    }
+
+    pub(super) fn pass_of<M: AutodiffModule<B>>(&self, model: &M, weight: f64) -> Result<Pass<B, M>, Error> {
+        self.replicas.begin(model, false)?.weigh(weight).map(Pass)
+    }
+
+    /// Begins the last pass of a step, whose gradients are exchanged during the backward pass. All ranks call it in
+    /// every step, or [`skip`](Self::skip). The program calls `backward` itself, so one backward pass may end the steps
+    /// of several models:
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::tensor::Tensor;
+    /// # type B = Autodiff<Flex>;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init::<B>(&device);
+    /// let (encoder, a) = DataParallel::new(group.clone(), linear(4, 2))?;
+    /// let (decoder, b) = DataParallel::new(group, linear(2, 4))?;
+    /// let input = Tensor::<B, 2>::ones([3, 4], &device);
+    /// let (p, q) = (a.last_pass(&encoder, 3)?, b.last_pass(&decoder, 3)?);
+    /// let output = q.model().forward(p.model().forward(input.clone()));
+    /// let mut gradients = (output - input).powf_scalar(2.0).mean().backward();
+    /// let (encoder_gradients, decoder_gradients) = (p.finish(&mut gradients)?, q.finish(&mut gradients)?);
+    /// # assert_eq!(encoder_gradients.len() + decoder_gradients.len(), 4);
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while the last pass of a step is open. The first call makes a subgroup, and returns
+    /// the errors of [`Group::subgroup`]; [`Error::Config`] with the transport `mpi-blocking`, with which
+    /// [`sync`](Self::sync) works. Errors of the exchange come from [`finish`](LastPass::finish).
+    #[track_caller]
+    pub fn last_pass<M: AutodiffModule<B>>(
+        &self,
+        model: &M,
+        weight: usize,
+    ) -> Result<LastPass<B, M, GradientsParams>, Error> {
+        self.last_pass_of(model, weight as f64)
+    }
+
+    #[track_caller]
+    pub(super) fn last_pass_of<M: AutodiffModule<B>>(
+        &self,
+        model: &M,
+        weight: f64,
+    ) -> Result<LastPass<B, M, GradientsParams>, Error> {
+        let parameters = self.replicas.parameters.clone();
+        let open = self.replicas.begin(model, true)?.weigh(weight)?;
+        Ok(LastPass { open, result: Box::new(move |means| gradients(&parameters, means)) })
+    }
+
+    /// Makes a step without a pass of this rank, or ends one whose passes before have all ended. The mean of the others
+    /// is its result too.
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`].
+    #[track_caller]
+    pub fn skip<M: AutodiffModule<B>>(&self, model: &M) -> Result<GradientsParams, Error> {
+        self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
+    }
+
+    /// Takes part in a step of ranks that still have data, when this rank's has ended. Returns the mean of their
+    /// gradients, or `None` on all ranks once no rank has data. Each rank calls it in a loop after its own last step,
+    /// so ranks with different numbers of batches make the same number of steps:
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::{Optimizer, SgdConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
+    /// # let (mut model, ddp) = DataParallel::new(group, linear)?;
+    /// # let mut optimizer = SgdConfig::new().init();
+    /// # let own_batches = [Tensor::<Autodiff<Flex>, 2>::ones([3, 2], &device)];
+    /// for input in own_batches {
+    ///     let samples = input.dims()[0];
+    ///     let gradients = ddp.run(&model, [input], |model, input| (model.forward(input).mean(), samples))?;
+    ///     model = optimizer.step(0.1, model, gradients);
+    /// }
+    /// while let Some(gradients) = ddp.join(&model)? {
+    ///     model = optimizer.step(0.1, model, gradients);
+    /// }
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// The mean is over the samples of the ranks that have some. A model whose layers communicate, such as one with
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm), cannot be trained so: its layers wait for all ranks, and the ranks get
+    /// [`Error::Mismatch`]. Give every rank as many batches instead, as [`ShardedSampler`](crate::ShardedSampler) does.
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`].
+    #[track_caller]
+    pub fn join<M: AutodiffModule<B>>(&self, model: &M) -> Result<Option<GradientsParams>, Error> {
+        Ok(match self.replicas.skip(model)? {
+            Outcome::NoSamples => None,
+            Outcome::Gradients(means) => Some(self.gradients(means)),
+        })
+    }
+
+    /// Averages gradients that are all there, from a program that computes them itself. Prefer passes: they exchange
+    /// gradients during the backward pass, add them up over several passes, and lose none.
+    ///
+    /// The result is the mean over all ranks, weighted by what each rank's loss was a mean over: `sum(weight *
+    /// gradient) / sum(weight)`. It is bit-identical on all ranks. Gradients of passes that have ended are added.
+    ///
+    /// All ranks must call this in every step, even a rank without samples: it passes 0 and any gradients, such as
+    /// `GradientsParams::new()`, which are ignored. The call blocks until all gradients are exchanged. A gradient that
+    /// is missing on some ranks counts as zero there; one that is missing on all ranks stays missing. Gradients keep
+    /// their shapes and element types. If weights differ, f16 gradients are transferred as f32, so that none overflows
+    /// or vanishes on the way.
+    ///
+    /// `model` is the model whose gradients these are. In every step, here as in passes, the ranks compare which
+    /// parameters are trained, and in the first two steps and in every 64th also the parameters, those of a small model
+    /// more often: of up to 64 KiB in every step, of `n` times that in every `n`th. If they differ, all ranks return an
+    /// error: a rank trains another model than the one that [`new`](Self::new) returned, or with another optimizer,
+    /// optimizer state or learning rate, or all ranks have left out a step. What happens after the last comparison
+    /// remains unseen: [`verify`](Self::verify) compares at any time, and the optimizer too.
+    ///
+    /// # Ranks as threads
+    /// burn-autodiff 0.21 may lose gradients of a backward pass while other threads run theirs
+    /// ([burn#5573](https://github.com/tracel-ai/burn/issues/5573)): if leaves of the model are in several forward
+    /// passes at a time, as when gradients accumulate. What is lost before this call cannot be noticed, so the first
+    /// one logs a warning. Passes are not affected.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank has gradients that do not match the
+    /// model's parameters, or if the ranks' parameters differ; the group remains usable. Otherwise the errors of
+    /// [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call may have succeeded on
+    /// other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from a checkpoint.
+    #[track_caller]
+    pub fn sync<M: AutodiffModule<B>>(
+        &self,
+        model: &M,
+        gradients: GradientsParams,
+        weight: usize,
+    ) -> Result<GradientsParams, Error> {
+        let outcome = self.replicas.sync("sync", model, gradients, weight)?;
+        Ok(self.gradients(means(outcome)?))
+    }
+
+    /// Makes gradients travel compressed, and added in f32. All ranks set the same before the next step. See
+    /// [`compression`](super::compression) for what it costs; it pays where the network is slower than a pass over the
+    /// gradients, a few GB/s. Tensors on collective devices are compressed on the host. A
+    /// [`ShardedOptimizer`](crate::ShardedOptimizer) does not compress.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Group};
@@ -111,169 +345,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry.
     pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
-        let wide = self.parameters().iter().find(|parameter| parameter.trained && parameter.element == DType::F64);
-        if let Some(parameter) = wide {
-            let reason = format!("`{}` has elements of f64; train it in f32 or without compression", parameter.path);
-            return Err(Error::argument("set_compression", reason));
-        }
-        self.reducer.compressor = Some(Compressor::new(Arc::new(compression), self.group().rank())?);
-        if let Some(overlap) = &mut self.overlap {
-            overlap.reducer = None;
-        }
-        Ok(())
+        self.replicas.steps.set_compression(compression, &self.replicas.parameters.trained())
     }
 
-    /// Returns the float parameters in visiting order.
-    pub(super) fn parameters(&self) -> &[Parameter<B>] {
-        &self.reducer.parameters
-    }
-
-    /// Whether the gradients of all ranks are on collective devices.
-    pub(super) fn on_devices(&self) -> bool {
-        self.reducer.on_devices
-    }
-
-    /// Takes over the identities of the parameters of a model that has the same ones.
-    pub(super) fn describe<M: AutodiffModule<B>>(&mut self, model: &M) {
-        self.reducer.parameters = describe_parameters(model).1.into();
-        self.reducer.forget_errors();
-        if let Some(overlap) = &mut self.overlap {
-            overlap.set_parameters(self.reducer.parameters.clone());
-        }
-    }
-
-    /// Averages the gradients over all ranks, weighted by the number of samples over which each rank's loss was
-    /// averaged: `sum(samples * gradient) / sum(samples)`. The result is that of a single rank which averages its loss
-    /// over all these samples. It is bit-identical on all ranks.
-    ///
-    /// All ranks must call this in every step, even a rank without samples: it passes 0 and any gradients, such as
-    /// `GradientsParams::new()`, which are ignored. The call blocks until all gradients are exchanged. A gradient that
-    /// is missing on some ranks counts as zero there; one that is missing on all ranks stays missing. Gradients keep
-    /// their shapes and element types. If numbers of samples differ, f16 gradients are transferred as f32, so that none
-    /// overflows or vanishes on the way.
-    ///
-    /// `model` is the model whose gradients these are. The ranks compare its trained parameters in the first two steps
-    /// and in every 64th, and those of a small model more often: of up to 64 KiB in every step, of `n` times that in
-    /// every `n`th. If they differ, all ranks return an error: a rank trains another model than the one that
-    /// [`new`](Self::new) returned, or with another optimizer, optimizer state or learning rate, or all ranks have left
-    /// out a `sync`. What happens after the last comparison remains unseen: [`verify`](Self::verify) compares at any
-    /// time, and the optimizer too.
-    ///
-    /// To accumulate gradients over several micro-batches, call this once, after the last of them, with the number of
-    /// samples of all of them. Accumulated gradients are summed, so weight each loss by its share of these samples:
-    ///
-    /// ```
-    /// # use bonfire::{DataParallel, Group};
-    /// # use burn::backend::{Autodiff, Flex};
-    /// # use burn::nn::LinearConfig;
-    /// # use burn::optim::{GradientsAccumulator, GradientsParams};
-    /// # use burn::tensor::Tensor;
-    /// # let device = Default::default();
-    /// # let group = Group::threads(1)?.remove(0);
-    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
-    /// # let (model, mut ddp) = DataParallel::new(group, linear)?;
-    /// # let micro_batches = [Tensor::<_, 2>::ones([3, 2], &device), Tensor::ones([1, 2], &device)];
-    /// let samples: usize = micro_batches.iter().map(|input| input.dims()[0]).sum();
-    /// let mut accumulator = GradientsAccumulator::new();
-    /// for input in micro_batches {
-    ///     let weight = input.dims()[0] as f32 / samples as f32;
-    ///     let loss = model.forward(input).mean() * weight;
-    ///     accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
-    /// }
-    /// let grads = ddp.sync(&model, accumulator.grads(), samples)?;
-    /// # Ok::<(), bonfire::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank has gradients that do not match the
-    /// model's parameters, or if the ranks' parameters differ; the group remains usable. Otherwise the errors of
-    /// [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call may have succeeded on
-    /// other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from a checkpoint.
-    #[track_caller]
-    pub fn sync<M: AutodiffModule<B>>(
-        &mut self,
-        model: &M,
-        grads: GradientsParams,
-        samples: usize,
-    ) -> Result<GradientsParams, Error> {
-        let (digests, changed) = self.due_digests(model)?;
-        let header = StepHeader {
-            operation: "sync",
-            grads,
-            samples,
-            changed,
-            steps: self.steps,
-            compression: self.reducer.compression(),
-            digests,
-            ..Default::default()
-        };
-        let agreed = header.exchange(&self.reducer.group, &self.reducer.parameters)?;
-        let exchanged = self.exchange(agreed).map_err(|error| self.reducer.group.abandon(error));
-        let grads = exchanged.and_then(|result| result).inspect_err(|_| self.reducer.forget_errors())?;
-        self.steps += 1;
-        Ok(grads)
-    }
-
-    /// Returns the buckets of a step in which these gradients exist.
-    fn buckets(&self, exists: &[bool]) -> Vec<Vec<usize>> {
-        // Those of overlapped steps are sent as a whole, so that an element has the same place in its bucket, and the
-        // same bits, as in `step`.
-        let tuned = self.overlap.as_ref().and_then(Overlap::tuned_buckets);
-        let tuned = tuned.into_iter().flat_map(|buckets| buckets.iter());
-        let mut whole: Vec<_> =
-            tuned.filter(|bucket| bucket.iter().any(|position| exists[*position])).cloned().collect();
-        let mut left = exists.to_vec();
-        whole.iter().flatten().for_each(|position| left[*position] = false);
-        // The last layers' gradients first: the backward pass computes them first.
-        let items = self.parameters().iter().enumerate().rev().filter(|(position, _)| left[*position]);
-        let limits = Limits::of(self.reducer.on_devices);
-        whole.extend(buckets(items.map(|(position, parameter)| parameter.item(position)), limits));
-        whole
-    }
-
-    /// Replaces this rank's gradients by their mean. After an inner error the group stays usable.
-    #[track_caller]
-    fn exchange(&mut self, AgreedStep { mut grads, weighting, exists }: AgreedStep) -> Exchanged {
-        if self.reducer.group.world_size() == 1 {
-            return Ok(Ok(grads));
-        }
-        let buckets = self.buckets(&exists);
-        let mut in_flight = VecDeque::new();
-        for positions in buckets {
-            if let Some(oldest) = pop_if_full(&mut in_flight) {
-                self.reducer.finish(oldest, &mut grads)?;
-            }
-            in_flight.push_back(self.start(positions, &mut grads, weighting)?);
-        }
-        in_flight.into_iter().try_for_each(|oldest| self.reducer.finish(oldest, &mut grads))?;
-        self.reducer.remove_missing(&exists, &mut grads);
-        Ok(self.reducer.end_step("sync")?.map(|()| grads))
-    }
-
-    /// Returns the digests of the model if the ranks compare their models in the next step, and the first position
-    /// whose trained parameter it lacks.
-    pub(super) fn due_digests<M: AutodiffModule<B>>(
-        &self,
-        model: &M,
-    ) -> Result<(Option<Vec<u64>>, Option<usize>), Error> {
-        self.unused.end();
-        let digests = comparison_is_due(self.steps, self.parameters(), self.on_devices())
-            .then(|| self.digests(model))
-            .transpose();
-        let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
-        let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
-        Ok((digests, changed))
-    }
-
-    /// Returns the digests of the model's trained parameters, by position.
-    pub(super) fn digests<M: AutodiffModule<B>>(&self, model: &M) -> Result<Vec<u64>, Error> {
-        let parameters = self.parameters();
-        digests(parameters, &values(model, parameters, &positions(parameters)))
-    }
-
-    /// Returns the first position whose trained parameter a model with these digests lacks.
-    pub(super) fn lacks(&self, digests: &[u64]) -> Option<usize> {
-        (0..digests.len()).find(|&position| self.reducer.parameters[position].trained && digests[position] == NOTHING)
+    /// Sets the most bytes in a bucket. Then the first step measures nothing. All ranks set the same, before the first
+    /// step. A tensor of that size or more is a bucket of its own.
+    pub fn set_bucket_bytes(&mut self, bytes: usize) {
+        self.replicas.steps.set_bucket_bytes(bytes);
     }
 
     /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the
@@ -293,7 +371,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
-        mean(&self.reducer.group, values, samples)
+        self.replicas.steps.groups().mean(values, samples)
     }
 
     /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
@@ -314,51 +392,29 @@ impl<B: AutodiffBackend> DataParallel<B> {
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         self.compare_parameters("average_states", &model)?;
-        states::average(&self.reducer.group, model, |_| true)
+        states::average(self.group(), model, |_| true)
     }
 
-    /// Takes the gradients of a bucket and starts their reduction.
-    #[track_caller]
-    fn start(
-        &mut self,
-        positions: Vec<usize>,
-        grads: &mut GradientsParams,
-        weighting: Weighting,
-    ) -> Result<Reduction<B>, Error> {
-        let reducer = &mut self.reducer;
-        let tensors = positions.iter().map(|&position| {
-            match grads.remove::<B::InnerBackend, 1>(reducer.parameters[position].id) {
-                Some(grad) => reducer.widen(position, grad.into_primitive().tensor(), weighting),
-                None => reducer.zeros(position, weighting),
-            }
-        });
-        let tensors: Vec<_> = tensors.collect();
-        if reducer.is_on_device() {
-            return reducer.start_on_device(positions, tensors, weighting);
-        }
-        let read = positions.into_iter().zip(tensors).map(|(position, tensor)| {
-            let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-            Ok((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?))
-        });
-        let read = read.collect::<Result<_, Error>>()?;
-        reducer.start(read, weighting)
+    /// Returns the mean gradients of a step.
+    fn gradients(&self, means: Means) -> GradientsParams {
+        gradients(&self.replicas.parameters, means)
+    }
+
+    /// Takes over the ids of the parameters of a model that has the same ones.
+    pub(super) fn describe<M: AutodiffModule<B>>(&mut self, model: &M) {
+        self.replicas.parameters = Parameters::of(model).1;
     }
 }
 
-/// Returns the descriptions of all parameters, and the float parameters without duplicates.
-pub(super) fn describe_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
-    model: &M,
-) -> (Vec<ParameterDescription>, Vec<Parameter<B>>) {
-    let (described, mut parameters) = parameters::<B, M>(model);
-    // A parameter that a model uses twice has one id and one gradient.
-    let mut seen = HashSet::new();
-    parameters.retain(|parameter| seen.insert(parameter.id));
-    (described, parameters)
+fn gradients<B: AutodiffBackend>(parameters: &Parameters<B>, means: Means) -> GradientsParams {
+    let gradients = means.gradients.into_iter().enumerate();
+    let gradients = gradients.filter_map(|(position, gradient)| Some((position, opened::<B::InnerBackend>(gradient?))));
+    parameters.gradients(gradients)
 }
 
 impl<B: AutodiffBackend> fmt::Debug for DataParallel<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parameters = self.reducer.parameters.len();
-        f.debug_struct("DataParallel").field("group", &self.reducer.group).field("parameters", &parameters).finish()
+        let parameters = self.replicas.parameters.len();
+        f.debug_struct("DataParallel").field("group", self.group()).field("parameters", &parameters).finish()
     }
 }

@@ -1,49 +1,35 @@
 //! Fully sharded data parallelism (ZeRO-3, and ZeRO-2 by option): every rank keeps a part of each parameter, of its
 //! gradient, and of its optimizer state.
 
-mod backward;
 mod checkpoint;
-mod cut;
-mod gather;
-mod layout;
-mod on_device;
-mod order;
-mod pass;
-mod scatter;
-mod step;
+mod model;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use burn::module::AutodiffModule;
-use burn::optim::GradientsParams;
-use burn::tensor::Float;
+use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 
-use self::cut::{Blocks, PartCutter, WholeWriter, eager};
-use self::gather::Gatherer;
-use self::layout::Layout;
-use self::order::History;
-use self::pass::Engine;
-pub use self::pass::GatherCounts;
-use self::scatter::Scatterer;
-pub use self::step::ShardedStep;
-use super::agree::{
-    Parameter, all_gather_values, all_or_none, broadcast_parameters, check_same_model, lane, ranks_are_processes,
-    rebuild,
-};
-use super::bucket::{scale_tensor, sum_of_squares, sum_of_squares_on_device};
-use super::data_parallel::describe_parameters;
-use super::mean::mean;
-use super::mesh::DeviceMesh;
+use self::model::{cut, eager, gathered_at_use, restored};
+use super::adapter::{BurnTensors, handle};
+use super::model::{InModel, Parameters, broadcast_parameters, rebuild};
+use super::parts::{Parts, Sharded};
+use super::pass::{Fault, Form, LastPass, Open, Pass};
 use super::states;
-use super::values::{Positions, Values, positions, values_of};
-use crate::tensor::device::{connect, uses_collective_devices};
-use crate::tensor::host::Source;
+use crate::tensor::autodiff::Weight;
+use crate::tensor::autodiff::hook::check_backend;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
+use bonfire_train::DeviceMesh;
+use bonfire_train::agree::all_or_none;
+pub use bonfire_train::gather::GatherCounts;
+use bonfire_train::gather::GatherSteps;
+use bonfire_train::lane::Tensor as Handle;
+use bonfire_train::parameters::check_same_model;
+use bonfire_train::protocol::{Header, Refusal};
+use bonfire_train::step::{Groups, Outcome};
 
 const OPERATION: &str = "full sharding";
 
@@ -52,9 +38,14 @@ const OPERATION: &str = "full sharding";
 /// Use it when model, gradients and optimizer state are too large for every rank. Of `n` ranks each keeps `1 / n` of
 /// every parameter: a part along its first dimension, padded with zeros where that does not divide. [`new`](Self::new)
 /// returns the model with these parts. burn's optimizers work on it as on any model, so their state has the size of the
-/// parts too. In a [`step`](Self::step), the parameters of a [`ShardedBlock`](crate::ShardedBlock) are gathered as one
-/// operation when the forward pass comes to it, freed after it, and gathered again in the backward pass, while the
-/// block before computes. Its gradients leave as soon as they are complete, and each rank gets the mean of its part.
+/// parts too. In a pass, the parameters of a [`ShardedBlock`](crate::ShardedBlock) are gathered as one operation when
+/// the forward pass comes to it, freed after it, and gathered again in the backward pass, while the block before
+/// computes. Its gradients leave as soon as they are complete, and each rank gets the mean of its part.
+///
+/// The passes are those of [`DataParallel`](crate::DataParallel), with these differences. They return [`Parts`]. One
+/// pass is open at a time, because what it gathers is. Each pass reduces its gradients, so a rank keeps parts of them
+/// only. Ranks run their passes together: the first of all ranks, then the second, and so on. A rank that runs fewer
+/// passes than others, or none ([`skip`](Self::skip)), takes part in the gathers of theirs.
 ///
 /// ```
 /// use bonfire::{FullyShardedParallel, Group, ShardedBlock};
@@ -83,14 +74,12 @@ const OPERATION: &str = "full sharding";
 ///     let device = Default::default();
 ///     let linear = |outputs| LinearConfig::new(8, outputs).init(&device);
 ///     let layers = (0..4).map(|_| ShardedBlock::new(linear(8))).collect();
-///     let (mut model, mut fsdp) = FullyShardedParallel::new(group, Model::<B> { layers, head: linear(1) })?;
+///     let (mut model, fsdp) = FullyShardedParallel::new(group, Model::<B> { layers, head: linear(1) })?;
 ///     let mut optimizer = AdamConfig::new().init();
 ///     for _ in 0..3 {
 ///         let input = Tensor::<B, 2>::ones([5, 8], &device); // this rank's samples
-///         let step = fsdp.step(&model, 5)?;
-///         let loss = step.model().forward(input).mean();
-///         let grads = step.finish(loss.backward())?;
-///         model = optimizer.step(1e-3, model, grads);
+///         let parts = fsdp.run(&model, [input], |model, input| (model.forward(input).mean(), 5))?.clip_norm(1.0)?;
+///         model = optimizer.step(1e-3, model, parts.for_optimizer(&optimizer)?);
 ///     }
 ///     fsdp.gather(&model)
 /// }
@@ -100,9 +89,9 @@ const OPERATION: &str = "full sharding";
 /// # Ok::<(), bonfire::launch::Failed>(())
 /// ```
 ///
-/// The model of parts is for [`step`](Self::step), [`gather`](Self::gather) and the optimizer. Its own forward pass
-/// would compute with parts: burn panics where their shapes do not fit, and a step whose backward pass comes to a part
-/// returns an error.
+/// The model of parts is for passes, [`gather`](Self::gather) and the optimizer. Its own forward pass would compute
+/// with parts: burn panics where their shapes do not fit, and a step whose backward pass comes to a part returns an
+/// error. So a penalty on weights uses the pass's model.
 ///
 /// Parameters that are in no block are gathered as one more block when the first of them is used, and stay until the
 /// end of the step. A model without marks is that one block.
@@ -123,9 +112,10 @@ const OPERATION: &str = "full sharding";
 ///
 /// # Optimizers
 /// Those that treat each element by itself: burn's `Sgd`, `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight
-/// decay and clipping by value. An optimizer sees parts of parameters. One that mixes the elements of a parameter, such
-/// as `Muon` or `LBFGS`, or that clips by the norm of a gradient, computes something else, and nothing can detect it.
-/// Clip with [`clip_norm`](Self::clip_norm). Nor does anything compare the ranks' optimizers and learning rates.
+/// decay and clipping. An optimizer sees parts of parameters, so gradients are [`Parts`], which
+/// [`for_optimizer`](Parts::for_optimizer) makes those of one optimizer: it clips as the optimizer is set to, and
+/// refuses one that mixes the elements of a parameter, such as `Muon`. Nothing compares the ranks' optimizers and
+/// learning rates.
 ///
 /// # What stays gathered
 /// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others
@@ -134,7 +124,7 @@ const OPERATION: &str = "full sharding";
 /// changes of a parameter's shape.
 ///
 /// # Ranks as threads
-/// A rank must not run another backward pass between the forward and the backward pass of a step: burn-autodiff 0.21
+/// A rank must not run another backward pass between the forward and the backward pass of a pass: burn-autodiff 0.21
 /// locks all graphs of the process at its end, among them that of a rank which waits for this one to gather a block.
 /// That rank then gets [`Error::Timeout`] at its deadline. Ranks that are processes may. All else in
 /// [`autodiff`](crate::tensor::autodiff#ranks-as-threads) applies too.
@@ -146,18 +136,10 @@ const OPERATION: &str = "full sharding";
 /// # Lost ranks
 /// The parts on a lost rank are lost. All others get the error; continue from the last checkpoint.
 pub struct FullyShardedParallel<B: AutodiffBackend> {
-    /// The group of all ranks.
-    main: Group,
-    /// Those that keep the parts of one replica.
-    shards: Group,
-    layout: Arc<Layout>,
-    /// The parameters of which each rank keeps a part, whole, in visiting order.
-    parameters: Arc<[Parameter<B>]>,
-    positions: Arc<Positions>,
-    /// `None` while a step has it, and after a step that was dropped.
-    engine: Option<Engine<B>>,
-    steps: u64,
-    counts: GatherCounts,
+    steps: GatherSteps,
+    /// Those of which each rank keeps a part, as they are whole.
+    parameters: Parameters<B>,
+    of: Arc<Sharded<B>>,
 }
 
 impl<B: AutodiffBackend> FullyShardedParallel<B> {
@@ -169,121 +151,140 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
-    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. [`Error::Config`] with the
-    /// transport `mpi-blocking`. Otherwise [`Error::Io`] if a parameter cannot be read from its device, or the errors
-    /// of [`Group::subgroup`].
+    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. The same for an autodiff
+    /// backend that is not burn's. [`Error::Config`] with the transport `mpi-blocking`. Otherwise [`Error::Io`] if a
+    /// parameter cannot be read from its device, or the errors of [`Group::subgroup`].
     #[track_caller]
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
+        check_backend::<B>(OPERATION)?;
         let mesh = mesh.into();
-        let main = mesh.whole().clone();
-        main.check_concurrent(OPERATION)?;
-        let [shards, replicas] = mesh.shards_and_replicas(OPERATION)?;
+        mesh.whole().check_concurrent(OPERATION)?;
+        let groups = Groups::sharded(&mesh, OPERATION)?;
         let (model, identities) = rebuild(model);
-        let (mut described, parameters) = describe_parameters(&model);
-        let blocks = Blocks::of(&model);
-        for (description, block) in described.iter_mut().zip(&blocks.all) {
-            if *block > 0 {
-                description.what += &format!(" in block {block}");
-            }
-        }
-        check_same_model(&main, OPERATION, &described)?;
-        let model = broadcast_parameters(&main, model, identities, 0)?;
+        let (described, parameters) = Parameters::in_blocks(&model);
+        check_same_model(&groups.main, OPERATION, &described)?;
+        let model = broadcast_parameters(&groups.main, model, identities, 0)?;
         let eager = eager(&model);
-        let is_cut = |parameter: &Parameter<B>| parameter.trained || !eager.contains(&parameter.id);
-        let parameters: Arc<[_]> = parameters.into_iter().filter(is_cut).collect();
-        let blocks: Vec<usize> = parameters.iter().map(|parameter| blocks.floats[&parameter.id]).collect();
-        let layout = Arc::new(Layout::new(&parameters, &blocks, shards.world_size(), shards.rank()));
-        let positions = Arc::new(positions(&parameters));
-        let mut cutter = PartCutter { layout: &layout, positions: &positions, failure: None };
-        let model = model.map(&mut cutter);
-        all_or_none(&main, cutter.failure.map_or(Ok(()), Err))?;
-        let gathers = lane(&shards)?;
-        let lanes = [lane(&shards)?, lane(&replicas)?];
-        // Now, since blocks are gathered and gradients are sent in the backward pass: burn-autodiff holds a lock there
-        // that other ranks of this process may need before they do the same.
-        if let Some(parameter) = parameters.first() {
-            let all = [&gathers, &lanes[0], &lanes[1]].into_iter().filter(|lane| lane.world_size() > 1);
-            for lane in all {
-                connect::<B::InnerBackend>(lane, &parameter.device)?;
-            }
-        }
-        let gatherer = Gatherer::new(gathers, layout.clone(), parameters.clone());
-        let scatterer = Scatterer::new(lanes, layout.clone(), parameters.clone(), ranks_are_processes(&main)?);
-        let engine = Some(Engine { gatherer, scatterer, history: History::default(), keep: false });
-        let counts = GatherCounts::default();
-        Ok((model, FullyShardedParallel { main, shards, layout, parameters, positions, engine, steps: 0, counts }))
+        let is_cut = |parameter: &&_| {
+            let parameter: &super::model::Parameter<B> = parameter;
+            parameter.trained || !eager.contains(&parameter.id)
+        };
+        let parameters: Parameters<B> = parameters.iter().filter(is_cut).cloned().collect();
+        let blocks: Vec<usize> = parameters.iter().map(|parameter| parameter.block).collect();
+        let tensors = BurnTensors::of(&parameters);
+        let steps = GatherSteps::new(groups.clone(), parameters.described(), &blocks, tensors.clone())?;
+        let layout = steps.layout().clone();
+        let cut = cut(model, &parameters, &layout);
+        let model = all_or_none(&groups.main, cut)?;
+        let of = Arc::new(Sharded { groups, parameters: parameters.clone(), tensors, layout });
+        Ok((model, FullyShardedParallel { steps, parameters, of }))
     }
 
     /// Keeps the parameters gathered from the forward pass to the backward pass (ZeRO-2): each block is gathered once
-    /// in a step instead of twice, and the ranks need memory for all parameters. Gradients and optimizer state stay
+    /// in a pass instead of twice, and the ranks need memory for all parameters. Gradients and optimizer state stay
     /// partitioned. All ranks set it.
-    pub fn keep_gathered(mut self) -> Self {
-        if let Some(engine) = &mut self.engine {
-            engine.keep = true;
-        }
+    pub fn keep_gathered(self) -> Self {
+        self.steps.keep_gathered();
         self
     }
 
     /// Returns the group of all ranks.
     pub fn group(&self) -> &Group {
-        &self.main
+        &self.steps.groups().main
     }
 
     /// Returns how often blocks were gathered in the last step. From the second step on, each is gathered once in each
-    /// pass, and at most two are there at a time. Blocks in blocks, and steps that use blocks in another order than the
-    /// step before, need more.
+    /// pass, forward and backward, and at most two are there at a time. Blocks in blocks, and passes that use blocks in
+    /// another order than the pass before, need more.
     pub fn gather_counts(&self) -> GatherCounts {
-        self.counts
+        self.steps.counts()
+    }
+
+    /// Makes a step with a pass for each batch, and returns this rank's parts of the mean gradients: see
+    /// [`DataParallel::run`](crate::DataParallel::run).
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`]; [`Error::Mismatch`] on all ranks if they have used different blocks in a pass.
+    #[track_caller]
+    pub fn run<M: AutodiffModule<B>, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
+    ) -> Result<Parts<B>, Error> {
+        self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
+    }
+
+    /// As [`run`](Self::run), with a closure that may fail. Then all ranks get an error with its text, and the groups
+    /// have failed: other ranks may wait for this one to gather blocks.
+    ///
+    /// # Errors
+    /// That error, and those of `run`.
+    #[track_caller]
+    pub fn try_run<M: AutodiffModule<B>, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
+    ) -> Result<Parts<B>, Error> {
+        Ok(Parts::new(Form::run(self, model, batches, loss)?, self.of.clone()))
+    }
+
+    /// Begins a pass that is not the last one of its step on this rank: see
+    /// [`DataParallel::pass`](crate::DataParallel::pass). Its end waits for the other ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while another pass is open. Those of the step before, if that has failed.
+    #[track_caller]
+    pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+        self.begin(model, false)?.weigh(weight as f64).map(Pass)
+    }
+
+    /// Begins the last pass of a step on this rank: see [`DataParallel::last_pass`](crate::DataParallel::last_pass).
+    ///
+    /// # Errors
+    /// See [`pass`](Self::pass). Errors of the step come from [`finish`](LastPass::finish).
+    #[track_caller]
+    pub fn last_pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<LastPass<B, M, Parts<B>>, Error> {
+        let of = self.of.clone();
+        let open = self.begin(model, true)?.weigh(weight as f64)?;
+        Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
+    }
+
+    /// Makes a step, or what is left of it, on a rank that has no more data for it. It takes part in the passes of the
+    /// others, and its result is its parts of their mean.
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`].
+    #[track_caller]
+    pub fn skip<M: AutodiffModule<B>>(&self, model: &M) -> Result<Parts<B>, Error> {
+        self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
+    }
+
+    /// Takes part in a step of ranks that still have data, when this rank's has ended: see
+    /// [`DataParallel::join`](crate::DataParallel::join).
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`].
+    #[track_caller]
+    pub fn join<M: AutodiffModule<B>>(&self, model: &M) -> Result<Option<Parts<B>>, Error> {
+        Ok(match Form::skip(self, model)? {
+            Outcome::NoSamples => None,
+            Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
+        })
     }
 
     /// Returns the whole model, for evaluation or for saving it as one file. All ranks must call this; it blocks until
     /// all blocks are gathered.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training; the group remains usable.
-    /// Otherwise the errors of [`Group::all_gather`].
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, or while a pass is open; the
+    /// group remains usable. Otherwise the errors of [`Group::all_gather`].
     #[track_caller]
-    pub fn gather<M: AutodiffModule<B>>(&mut self, model: &M) -> Result<M, Error> {
-        let parts = all_or_none(&self.main, self.part_values("gather", model))?;
-        let Some(engine) = &mut self.engine else { return Err(self.failure()) };
-        let part = |position: usize| parts[position].clone().map(|part| part.into_primitive().tensor());
-        let gatherer = &mut engine.gatherer;
-        let mut wholes: HashMap<usize, FloatTensor<B::InnerBackend>> = HashMap::new();
-        for block in 0..self.layout.blocks.len() {
-            let gathered = gatherer.start(block, part).and_then(|gathering| gatherer.finish(block, gathering, false));
-            let gathered = gathered.map_err(|error| self.main.abandon(gatherer.lane.abandon(error)))?;
-            wholes.extend(self.layout.blocks[block].positions.iter().copied().zip(gathered));
-        }
-        Ok(model.clone().map(&mut WholeWriter { positions: &self.positions, wholes }))
-    }
-
-    /// Scales the gradients that a step has returned, or their accumulated sum, down to norm `max`, if their norm over
-    /// all parameters and all ranks exceeds it. The norm is computed in f64, but on collective devices the squares of
-    /// one gradient's part are added in its own type, or in f32 if that is narrower. All ranks must call this, with the
-    /// same `max`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks unless `max` is greater than 0, finite, and the same on all; the group
-    /// remains usable. Otherwise [`Error::Io`] if a gradient cannot be read, or the errors of [`Group::all_gather`].
-    #[track_caller]
-    pub fn clip_norm(&self, grads: GradientsParams, max: f64) -> Result<GradientsParams, Error> {
-        let operation = "clip_norm";
-        let own = self.sum_of_squares(&grads).map_err(|error| self.main.abandon(error))?;
-        // Added in rank order on every rank, so the norms are bit-identical.
-        let all = all_gather_values(&self.main, [own, max])?;
-        if let Some(rank) = all.iter().position(|[_, other]| other.to_bits() != all[0][1].to_bits()) {
-            let reason = format!(
-                "rank 0 clips to {} and rank {rank} to {}; pass the same norm on all ranks",
-                all[0][1], all[rank][1]
-            );
-            return Err(Error::argument(operation, reason));
-        }
-        if !(max > 0.0 && max.is_finite()) {
-            return Err(Error::argument(operation, format!("a norm of {max} cannot be kept; give a number above 0")));
-        }
-        let replicas = (self.main.world_size() / self.shards.world_size()) as f64;
-        let norm = (all.iter().map(|[squares, _]| squares).sum::<f64>() / replicas).sqrt();
-        Ok(if norm > max { self.scaled(grads, max / norm) } else { grads })
+    pub fn gather<M: AutodiffModule<B>>(&self, model: &M) -> Result<M, Error> {
+        let parts = all_or_none(self.group(), self.own_parts("gather", model))?;
+        let wholes = self.steps.gather(&parts)?;
+        Ok(restored(model, &self.parameters, wholes))
     }
 
     /// Averages metrics over all ranks: see [`DataParallel::mean`](crate::DataParallel::mean).
@@ -293,7 +294,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
-        mean(&self.main, values, samples)
+        self.steps.groups().mean(values, samples)
     }
 
     /// Averages the states that differ between the ranks, such as running statistics: see
@@ -306,68 +307,60 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// If a state cannot be read from its device.
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
-        states::average(&self.main, model, |id| !self.positions.contains_key(&id))
+        states::average(self.group(), model, |id| self.parameters.position(id).is_none())
     }
 
-    /// Returns this rank's parts in a model, flat and by position. Fails if the model is not the one in training.
-    fn part_values<M: AutodiffModule<B>>(&self, operation: &'static str, model: &M) -> Result<Values<B>, Error> {
-        let parts = values_of(model, &self.positions, |position| {
-            let (parameter, part) = (&self.parameters[position], &self.layout.parts[position]);
-            (&part.shape, parameter.dtype)
-        });
-        match parts.iter().position(Option::is_none) {
-            None => Ok(parts),
-            Some(position) => {
-                let path = &self.parameters[position].path;
-                let reason = format!("the model has no part of `{path}`; pass the model in training");
-                Err(Error::argument(operation, reason))
-            }
-        }
+    /// Returns this rank's parts in a model.
+    fn in_model<M: AutodiffModule<B>>(&self, model: &M) -> InModel<B> {
+        self.parameters.in_model(model, |position| self.of.layout.shape(position))
     }
 
-    fn sum_of_squares(&self, grads: &GradientsParams) -> Result<f64, Error> {
-        if uses_collective_devices::<B::InnerBackend>() {
-            let of = |parameter: &Parameter<B>| {
-                grads.get::<B::InnerBackend, 1>(parameter.id).map(|grad| grad.into_primitive().tensor())
-            };
-            let grads = self.parameters.iter().filter_map(of).collect();
-            return sum_of_squares_on_device::<B::InnerBackend>(grads);
+    /// Returns this rank's parts in a model, which must be the one in training.
+    fn own_parts<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<Vec<Option<Handle>>, Error> {
+        let parts = self.in_model(model).values;
+        if let Some(position) = parts.iter().position(Option::is_none) {
+            let path = &self.parameters[position].path;
+            let reason = format!("the model has no part of `{path}`; pass the model in training");
+            return Err(Error::argument(operation, reason));
         }
-        let mut sum = 0.0;
-        for parameter in self.parameters.iter() {
-            if let Some(grad) = grads.get::<B::InnerBackend, 1>(parameter.id) {
-                let (source, spec) =
-                    Source::read::<B::InnerBackend, Float>("reading a gradient", grad.into_primitive())?;
-                sum += sum_of_squares(source.bytes(), spec.carrier);
-            }
-        }
-        Ok(sum)
+        Ok(handles::<B>(&parts))
     }
 
-    fn scaled(&self, mut grads: GradientsParams, factor: f64) -> GradientsParams {
-        for parameter in self.parameters.iter() {
-            if let Some(grad) = grads.remove::<B::InnerBackend, 1>(parameter.id) {
-                let grad = grad.into_primitive().tensor();
-                let scaled = scale_tensor::<B::InnerBackend>(grad, parameter.element, factor);
-                parameter.register(scaled, &mut grads);
-            }
-        }
-        grads
+    fn header(&self, own: &InModel<B>) -> (Header, Vec<Option<Handle>>) {
+        (own.header(&self.parameters, true), handles::<B>(&own.values))
+    }
+}
+
+fn handles<B: AutodiffBackend>(parts: &[Option<FloatTensor<B>>]) -> Vec<Option<Handle>> {
+    parts.iter().map(|part| part.clone().map(|part| handle::<B::InnerBackend>(B::inner(part)))).collect()
+}
+
+impl<B: AutodiffBackend> Form<B> for FullyShardedParallel<B> {
+    #[track_caller]
+    fn begin<M: AutodiffModule<B>>(&self, model: &M, is_last: bool) -> Result<Open<B, M>, Error> {
+        let own = self.in_model(model);
+        let (header, parts) = self.header(&own);
+        let pass = self.steps.pass(header, parts, is_last)?;
+        let weight = Weight::default();
+        let (model, nodes) = gathered_at_use(model, &self.parameters, &self.steps, &pass.hooks(), &weight);
+        let parameters = self.parameters.clone();
+        // All ranks wait at the end of a pass anyway.
+        Ok(Open { model, engine: Box::new(pass), weight, nodes, own, parameters, communicates: true, barrier: None })
     }
 
-    /// Why there can be no more steps.
-    fn failure(&self) -> Error {
-        self.main.failure().unwrap_or_else(|| Error::broken(OPERATION, "a step was dropped before its end"))
+    #[track_caller]
+    fn skip<M: AutodiffModule<B>>(&self, model: &M) -> Result<Outcome, Error> {
+        let (header, parts) = self.header(&self.in_model(model));
+        self.steps.skip(header, parts)
     }
 }
 
 impl<B: AutodiffBackend> fmt::Debug for FullyShardedParallel<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FullyShardedParallel")
-            .field("group", &self.main)
-            .field("shards", &self.shards)
+            .field("groups", self.steps.groups())
             .field("parameters", &self.parameters.len())
-            .field("blocks", &(self.layout.blocks.len() - 1))
+            .field("blocks", &self.parameters.iter().map(|parameter| parameter.block).max().unwrap_or(0))
             .finish()
     }
 }

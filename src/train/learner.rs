@@ -13,7 +13,6 @@
 //! burn's own strategy the devices therefore start from different models, unless the program used the weights before,
 //! as `model.num_params()` does. This strategy draws once.
 
-mod accumulation;
 mod iteration;
 mod rank;
 mod resume;
@@ -30,7 +29,6 @@ use burn_train::{
 };
 
 use self::rank::{Leader, Rank, Settings};
-use crate::tensor::autodiff::CollectiveBackend;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
 
@@ -61,8 +59,8 @@ use bonfire_core::{Error, Group};
 /// As in burn's strategy, the training samples are split into one part of equal length per rank (the last also gets the
 /// remainder). In each iteration each rank trains with one batch, and an optimizer step uses the mean over the samples
 /// of all these batches; with accumulation, the sum of these means. The gradients are exchanged during the backward
-/// pass, as by [`DataParallel::step`](super::DataParallel::step). The learning rate schedule advances by one for each
-/// batch. All ranks start with rank 0's parameters.
+/// pass, as by [`DataParallel::last_pass`](super::DataParallel::last_pass). The learning rate schedule advances by one
+/// for each batch. All ranks start with rank 0's parameters.
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
 /// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
@@ -149,7 +147,6 @@ impl<B: Backend> DataParallelStrategy<B> {
 impl<LC> SupervisedLearningStrategy<LC> for DataParallelStrategy<LC::Backend>
 where
     LC: LearningComponentsTypes + Send + 'static,
-    LC::Backend: CollectiveBackend,
 {
     /// # Panics
     /// If a rank fails: see [failures](DataParallelStrategy#failures). On rank 0's process, if burn cannot load the
@@ -188,7 +185,6 @@ struct Lockstep<'a, B: Backend>(&'a DataParallelStrategy<B>);
 impl<LC> SupervisedLearningStrategy<LC> for Lockstep<'_, LC::Backend>
 where
     LC: LearningComponentsTypes + Send + 'static,
-    LC::Backend: CollectiveBackend,
 {
     fn fit(
         &self,

@@ -1,17 +1,17 @@
-//! Giving all ranks the state of one.
+//! Giving all ranks the state of one: at the start, and after a loss of ranks.
 
-use burn::lr_scheduler::LrScheduler;
 use burn::module::AutodiffModule;
-use burn::optim::Optimizer;
-use burn::record::Record;
 use burn::tensor::backend::AutodiffBackend;
 use serde::{Deserialize, Serialize};
 
-use super::agree::{all_or_none, broadcast_parameters, broadcast_value, rebuild};
-use super::data_parallel::{DataParallel, describe_parameters};
+use super::data_parallel::DataParallel;
+use super::model::{Parameters, broadcast_parameters, rebuild};
 use super::record::recordable;
-use super::training_state::{Rest, TrainingState};
+use super::training_state::{AnyState, Rest};
 use bonfire_core::{Error, Group};
+use bonfire_train::agree::{all_gather_values, all_or_none, broadcast_value};
+use bonfire_train::shards::Cut;
+use bonfire_train::step::Groups;
 
 impl<B: AutodiffBackend> DataParallel<B> {
     /// Gives all ranks a saved state, which rank 0 reads: the bytes that [`TrainingState::save`] returned.
@@ -49,57 +49,123 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// of optimizer for example. Otherwise the errors of [`Group::broadcast`]; some ranks may have resumed then. A
     /// program that goes on with [`shrink`](Self::shrink) resumes again only if the state is still that of the start.
     #[track_caller]
-    pub fn resume<M, O, S, U>(
+    pub fn resume<T: AnyState<Backend = B>>(
         &mut self,
-        state: &mut TrainingState<B, M, O, S, U>,
+        state: &mut T,
         read: impl FnOnce() -> std::io::Result<Vec<u8>>,
-    ) -> Result<(), Error>
-    where
-        M: AutodiffModule<B>,
-        O: Optimizer<M, B>,
-        S: LrScheduler,
-        U: Record<B> + Clone,
-    {
-        let own = if self.reducer.group.rank() == 0 {
-            read().map_err(|e| Error::io("reading a saved training", e)).and_then(|bytes| state.load(&bytes))
+    ) -> Result<(), Error> {
+        let own = if self.group().rank() == 0 {
+            let bytes = read().map_err(|e| Error::io("reading a saved training", e));
+            bytes.and_then(|bytes| state.state_mut().load(&bytes))
         } else {
             Ok(())
         };
-        all_or_none(&self.reducer.group, own)?;
+        all_or_none(self.group(), own)?;
         self.take_over(state, 0)
     }
 
+    /// Continues without lost ranks: makes a group of the remaining ranks ([`Group::shrink`](crate::Group::shrink)) and
+    /// brings all of them to the same state.
+    ///
+    /// Ranks may have failed in the same step or in two consecutive ones, so some ranks may be one step ahead. All
+    /// ranks take over the state of the lowest rank among those that are furthest, by epoch and batch: model, parameter
+    /// ids, optimizer, scheduler and all else that [`TrainingState`] holds. Ranks that are lost during this call are
+    /// left out too.
+    ///
+    /// Call it on every remaining rank. The gradients of each successful step must have been applied with
+    /// [`TrainingState::step`] before anything else was done. Afterwards
+    /// [`epoch`](TrainingState::epoch) and [`batch`](TrainingState::batch) are the position in the data, the same on
+    /// all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
+    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
+    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
+    /// otherwise a rank that ends first can leave others a step behind.
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::AdamConfig;
+    /// # use burn::tensor::Tensor;
+    /// # type B = Autodiff<Flex>;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// let (model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+    /// let mut state = TrainingState::new(model, AdamConfig::new().init(), 1e-3, ());
+    /// 'training: while state.epoch < 3 {
+    ///     // Batches do not depend on the number of ranks, so the ones already used can be skipped.
+    ///     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
+    ///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
+    ///         let input = Tensor::<B, 2>::ones([shard.len(), 2], &device);
+    ///         match ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len())) {
+    ///             Ok(gradients) => state.step(gradients),
+    ///             Err(Error::PeerLost { .. } | Error::Disconnected { .. }) => {
+    ///                 ddp.shrink(&mut state)?;
+    ///                 continue 'training;
+    ///             }
+    ///             Err(error) => return Err(error),
+    ///         }
+    ///     }
+    ///     state.next_epoch();
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of [`Group::shrink`](crate::Group::shrink) and of [`Group::broadcast`](crate::Group::broadcast). On
+    /// all ranks: [`Error::InvalidArgument`] if burn cannot restore the state exactly, as
+    /// [`TrainingState::save`] describes it (here frozen parameters may have any float type, unless there is an
+    /// average); [`Error::Io`] if burn cannot record or load it. After an error each rank has its old state or that of
+    /// the furthest rank, as a whole.
+    ///
+    /// # Panics
+    /// If a state cannot be read from its device.
+    pub fn shrink<T: AnyState<Backend = B>>(&mut self, state: &mut T) -> Result<(), Error> {
+        // A step that fails may have completed on some ranks, which are one step ahead then and fail in the next one.
+        // Batches do not depend on the world size, so the remaining ranks end where all would have ended, up to
+        // rounding. All take over the state of one, also those that are not behind: only a comparison of everything
+        // would find what else differs.
+        loop {
+            let group = self.group().shrink()?;
+            // Lanes, and memory for buckets, are those of the old group.
+            self.replicas.steps = self.replicas.steps.over(Groups::replicas(group)?, Cut::Rows);
+            match self.catch_up(state) {
+                Err(Error::PeerLost { .. } | Error::Disconnected { .. } | Error::Left { .. }) => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Brings all ranks to the state of the lowest rank among those that are furthest.
+    fn catch_up<T: AnyState<Backend = B>>(&mut self, state: &mut T) -> Result<(), Error> {
+        let own = state.state();
+        let positions = all_gather_values(self.group(), [own.epoch as u64, own.batch as u64])?;
+        let furthest = positions.iter().max();
+        let leader = positions.iter().position(|position| Some(position) == furthest).unwrap_or(0);
+        self.take_over(state, leader)
+    }
+
     /// Gives all ranks the state of `root`. After an error every rank has its old state or the new one, as a whole.
-    pub(super) fn take_over<M, O, S, U>(
-        &mut self,
-        state: &mut TrainingState<B, M, O, S, U>,
-        root: usize,
-    ) -> Result<(), Error>
-    where
-        M: AutodiffModule<B>,
-        O: Optimizer<M, B>,
-        S: LrScheduler,
-        U: Record<B> + Clone,
-    {
-        let is_root = self.reducer.group.rank() == root;
+    fn take_over<T: AnyState<Backend = B>>(&mut self, state: &mut T, root: usize) -> Result<(), Error> {
+        let state = state.state_mut();
+        let is_root = self.group().rank() == root;
         let rest = if is_root {
-            let parameters = describe_parameters::<B, M>(&state.model).1;
+            let parameters = Parameters::<B>::of(&state.model).1;
             // Parameters travel exactly. The optimizer has state for those that it trains, an average for all.
             let recorded = parameters.iter().filter(|parameter| parameter.trained || state.average.is_some());
             recordable(recorded).and_then(|()| state.record_rest())
         } else {
             Ok(Rest::default())
         };
-        let (model, rest) = share(&self.reducer.group, state.model.clone(), rest, root)?;
+        let (model, rest) = share(self.group(), state.model.clone(), rest, root)?;
         let taken = if is_root { Ok(None) } else { state.with_rest(model, rest).map(Some) };
-        if let Some(taken) = all_or_none(&self.reducer.group, taken)? {
+        if let Some(taken) = all_or_none(self.group(), taken)? {
             *state = taken;
         }
         // Of the root, too: its ids have changed if it has just loaded the state.
         self.describe(&state.model);
-        self.unused.end();
-        // The same on all ranks, one of which may have been behind; and the next two steps compare the models.
-        self.steps = 0;
+        self.replicas.unused.end();
+        self.replicas.steps.restart();
         Ok(())
     }
 }

@@ -12,10 +12,11 @@ use burn::record::Record;
 use burn::tensor::backend::AutodiffBackend;
 use serde::{Deserialize, Serialize};
 
-use super::agree::{ParameterDescription, first_difference, parameters, rebuild, restore};
-use super::record::{load, load_module, record, record_module, recordable};
+use super::model::{Parameters, rebuild, restore};
+use super::record::{load, load_module, record, record_compact, record_module, recordable};
 use bonfire_core::Error;
 use bonfire_core::internal::hash;
+use bonfire_train::parameters::{Description, first_difference};
 
 /// Identifies the format and its version.
 const FORMAT: &[u8] = b"bonfire training 1\n";
@@ -32,21 +33,20 @@ const FORMAT: &[u8] = b"bonfire training 1\n";
 /// # use burn::backend::{Autodiff, Flex};
 /// # use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 /// # use burn::nn::LinearConfig;
-/// # use burn::optim::{AdamConfig, GradientsParams};
+/// # use burn::optim::AdamConfig;
 /// # use burn::tensor::Tensor;
 /// # type B = Autodiff<Flex>;
 /// # let device = Default::default();
 /// # let group = Group::threads(1)?.remove(0);
-/// let (model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+/// let (model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
 /// let schedule = ExponentialLrSchedulerConfig::new(0.1, 0.99).init().expect("a valid schedule");
 /// let mut state = TrainingState::new(model, AdamConfig::new().init(), schedule, ());
 /// let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
 /// while state.epoch < 2 {
 ///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
-///         let loss = state.model.forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
-///         let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-///         let grads = ddp.sync(&state.model, grads, shard.len())?;
-///         state.step(grads);
+///         let input = Tensor::<B, 2>::ones([shard.len(), 2], &device);
+///         let gradients = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
+///         state.step(gradients);
 ///     }
 ///     state.next_epoch();
 /// }
@@ -84,9 +84,8 @@ where
         TrainingState { model, optimizer, scheduler, average: None, epoch: 0, batch: 0, user }
     }
 
-    /// Updates the model with the gradients that [`DataParallel::sync`](crate::DataParallel::sync) returned, at the
-    /// scheduler's next learning rate, and counts a batch. If the gradients of several batches were accumulated, add
-    /// the others to [`batch`](Self::batch).
+    /// Updates the model with the gradients that a step has returned, at the scheduler's next learning rate, and counts
+    /// a batch. If the step had passes over several batches, add the others to [`batch`](Self::batch).
     pub fn step(&mut self, grads: GradientsParams) {
         let rate = self.scheduler.step();
         self.model = self.optimizer.step(rate, self.model.clone(), grads);
@@ -110,8 +109,8 @@ where
     /// backend, or 2^29 elements or more. [`Error::Io`] if burn cannot record the state.
     pub fn save(&self) -> Result<Vec<u8>, Error> {
         let rebuilt = rebuild(self.model.clone()).0;
-        let (described, floats) = parameters::<B, M>(&rebuilt);
-        recordable(&floats)?;
+        let (described, floats) = Parameters::<B>::of(&rebuilt);
+        recordable(&*floats)?;
         let model = record_module(rebuilt.valid())?;
         let saved = postcard::to_stdvec(&Saved { parameters: described, model, rest: self.record_rest()? });
         let saved = saved.map_err(|e| Error::io("recording a training", e))?;
@@ -122,13 +121,13 @@ where
     pub(super) fn load(&mut self, bytes: &[u8]) -> Result<(), Error> {
         let saved = Saved::parse(bytes)?;
         let (rebuilt, mut identities) = rebuild(self.model.clone());
-        let current = parameters::<B, M>(&rebuilt).0;
+        let current = Parameters::<B>::of(&rebuilt).0;
         saved.check_model(&current)?;
         let Some(device) = rebuilt.devices().first().cloned() else { return Ok(()) };
         let (model, loaded) = rebuild(M::from_inner(load_module(rebuilt.valid(), saved.model, &device)?));
         identities.set_ids(&loaded.ids());
         let model = restore(model, identities);
-        check_loaded(&current, &parameters::<B, M>(&model).0)?;
+        check_loaded(&current, &Parameters::<B>::of(&model).0)?;
         *self = self.with_rest(model, saved.rest)?;
         Ok(())
     }
@@ -137,7 +136,7 @@ where
     pub(super) fn record_rest(&self) -> Result<Rest, Error> {
         let (optimizer, scheduler) = (self.optimizer.to_record(), self.scheduler.to_record::<B>());
         let position = (self.epoch as u64, self.batch as u64);
-        let average = self.average.clone().map(record_module::<B::InnerBackend, _>);
+        let average = self.average.clone().map(|average| record_module(M::from_inner(average).valid()));
         let record = record::<B, _>((optimizer, scheduler, self.user.clone(), position))?;
         Ok(Rest { record, average: average.transpose()? })
     }
@@ -161,6 +160,70 @@ where
     }
 }
 
+/// A [`TrainingState`], whatever its types. Nothing else implements it.
+pub trait AnyState {
+    /// The backend.
+    type Backend: AutodiffBackend;
+    /// The model.
+    type Model: AutodiffModule<Self::Backend>;
+    /// The optimizer.
+    type Optimizer: Optimizer<Self::Model, Self::Backend>;
+    /// The learning rate scheduler.
+    type Scheduler: LrScheduler;
+    /// All else.
+    type User: Record<Self::Backend> + Clone;
+
+    #[doc(hidden)]
+    fn state(&self) -> &Of<Self>;
+
+    #[doc(hidden)]
+    fn state_mut(&mut self) -> &mut Of<Self>;
+
+    /// Returns what records the optimizer's state of this moment.
+    #[doc(hidden)]
+    fn optimizer_record(&self) -> LateRecord;
+}
+
+/// Makes a record, on any thread.
+pub type LateRecord = Box<dyn FnOnce() -> Result<Vec<u8>, Error> + Send>;
+
+/// The type of a state.
+pub type Of<T> = TrainingState<
+    <T as AnyState>::Backend,
+    <T as AnyState>::Model,
+    <T as AnyState>::Optimizer,
+    <T as AnyState>::Scheduler,
+    <T as AnyState>::User,
+>;
+
+impl<B, M, O, S, U> AnyState for TrainingState<B, M, O, S, U>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B, Record: 'static>,
+    S: LrScheduler,
+    U: Record<B> + Clone,
+{
+    type Backend = B;
+    type Model = M;
+    type Optimizer = O;
+    type Scheduler = S;
+    type User = U;
+
+    fn state(&self) -> &Self {
+        self
+    }
+
+    fn state_mut(&mut self) -> &mut Self {
+        self
+    }
+
+    fn optimizer_record(&self) -> LateRecord {
+        let record = self.optimizer.to_record();
+        Box::new(move || record_compact::<B, _>(record))
+    }
+}
+
 /// What [`Rest::record`] contains: optimizer, scheduler, the user's state, epoch and batch.
 type RestRecord<B, M, O, S, U> = (<O as Optimizer<M, B>>::Record, <S as LrScheduler>::Record<B>, U, (u64, u64));
 
@@ -174,7 +237,7 @@ pub(super) struct Rest {
 /// A recorded [`TrainingState`].
 #[derive(Serialize, Deserialize)]
 struct Saved {
-    parameters: Vec<ParameterDescription>,
+    parameters: Vec<Description>,
     model: Vec<u8>,
     rest: Rest,
 }
@@ -192,9 +255,9 @@ impl Saved {
         }
     }
 
-    fn check_model(&self, current: &[ParameterDescription]) -> Result<(), Error> {
+    fn check_model(&self, current: &[Description]) -> Result<(), Error> {
         let Some(position) = first_difference(&self.parameters, current) else { return Ok(()) };
-        let text = |list: &[ParameterDescription]| list.get(position).map_or("nothing".into(), ToString::to_string);
+        let text = |list: &[Description]| list.get(position).map_or("nothing".into(), ToString::to_string);
         Err(invalid(format!(
             "it was saved for a model that differs first at parameter {position}: {} then, {} now",
             text(&self.parameters),
@@ -204,7 +267,7 @@ impl Saved {
 }
 
 /// Fails if burn has converted a parameter while loading it.
-fn check_loaded(saved: &[ParameterDescription], loaded: &[ParameterDescription]) -> Result<(), Error> {
+fn check_loaded(saved: &[Description], loaded: &[Description]) -> Result<(), Error> {
     match first_difference(saved, loaded).and_then(|position| Some((saved.get(position)?, loaded.get(position)?))) {
         Some((saved, loaded)) => Err(invalid(format!("burn has loaded {saved} as {}", loaded.what))),
         None => Ok(()),

@@ -4,25 +4,24 @@ use std::collections::HashMap;
 
 use burn::module::AutodiffModule;
 use burn::optim::Optimizer;
-use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, Record, Recorder};
+use burn::record::{DoublePrecisionSettings, Record, Recorder};
 use burn::tensor::backend::AutodiffBackend;
 use rmpv::ValueRef;
 use rmpv::decode::read_value_ref;
 use rmpv::encode::write_value_ref;
 
-use super::agree::Parameter;
 use super::data_parallel::DataParallel;
-use super::values::{NOTHING, compare, digest};
+use super::model::Parameter;
+use super::record::Records;
 use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
-
-/// Records floats as f64 and integers as i64, so that all bits of narrower types count.
-type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
+use bonfire_train::parameters::{NOTHING, compare, digest};
+use bonfire_train::protocol::Problem;
 
 impl<B: AutodiffBackend> DataParallel<B> {
     /// Compares the ranks' trained parameters and the state of their optimizers, bit by bit. All ranks must call it.
     ///
-    /// [`sync`](Self::sync) compares the parameters in some of its calls. This compares at any time, after the last
+    /// A step compares the parameters from time to time. This compares at any time, after the last
     /// step for instance, and finds other optimizer state before it changes a parameter. It records the whole optimizer
     /// state, with 8 bytes for every element: do not call it in every step.
     ///
@@ -55,11 +54,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
         M: AutodiffModule<B>,
         O: Optimizer<M, B>,
     {
-        let parameters = &self.reducer.parameters;
-        let states =
-            state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.reducer.group.abandon(error))?;
+        let (parameters, steps) = (&self.replicas.parameters, &self.replicas.steps);
+        let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.group().abandon(error))?;
         self.compare_parameters("verify", model)?;
-        compare(&self.reducer.group, "verify", &states, self.steps, |place| match parameters.get(place) {
+        compare(self.group(), "verify", &states, steps.count(), |place| match parameters.get(place) {
             Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
             None => "the optimizer's state".into(),
         })
@@ -69,17 +67,18 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// trained. Otherwise fails on all ranks with the same error.
     #[track_caller]
     pub(super) fn compare_parameters<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<(), Error> {
-        self.unused.end();
-        let own = self.digests(model).map_err(|error| self.reducer.group.abandon(error))?;
-        let path = |position: usize| format!("`{}`", self.reducer.parameters[position].path);
-        compare(&self.reducer.group, operation, &own, self.steps, path)?;
-        match self.lacks(&own) {
-            None => Ok(()),
-            Some(position) => {
+        let (parameters, own) = (&self.replicas.parameters, self.replicas.in_model(model));
+        self.replicas.unused.end();
+        let digests = own.digests().map_err(|error| self.group().abandon(error))?;
+        let path = |position: usize| format!("`{}`", parameters[position].path);
+        compare(self.group(), operation, &digests, self.replicas.steps.count(), path)?;
+        match own.header(parameters, true).problem {
+            Some(Problem::Changed(position)) => {
                 let path = path(position);
                 let reason = format!("the model does not have {path} as it was at the start; pass the one in training");
                 Err(Error::argument(operation, reason))
             }
+            _ => Ok(()),
         }
     }
 }

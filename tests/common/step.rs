@@ -1,6 +1,6 @@
 //! Models that are trained with overlapped steps and with `sync`, on any backend.
 
-use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
+use bonfire::tensor::autodiff::attempt;
 use bonfire::{DataParallel, Group, SyncBatchNorm, SyncBatchNormConfig};
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
@@ -39,7 +39,7 @@ pub fn values<B: Backend, const D: usize>(shape: [usize; D], seed: usize, device
 }
 
 /// Trains twice from the same model: with overlapped steps, and with `sync`. Returns both results.
-pub fn both_ways<B: CollectiveBackend, M: AutodiffModule<B>>(
+pub fn both_ways<B: AutodiffBackend, M: AutodiffModule<B>>(
     group: &Group,
     model: M,
     steps: usize,
@@ -48,17 +48,17 @@ pub fn both_ways<B: CollectiveBackend, M: AutodiffModule<B>>(
 ) -> [Bits; 2] {
     let (model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
     ddp.set_bucket_bytes(BUCKET);
-    let mut train = |overlapped: bool, steps: usize| {
+    let train = |overlapped: bool, steps: usize| {
         let (mut model, mut optimizer) = (model.clone(), SgdConfig::new().init());
         for number in 0..steps {
             let samples = samples(number);
             let grads = if overlapped {
-                let step = ddp.step(&model, samples).unwrap();
                 if samples > 0 {
-                    let grads = attempt(|| loss(step.model(), number).backward()).unwrap();
-                    step.finish(grads).unwrap()
+                    let pass = ddp.last_pass(&model, samples).unwrap();
+                    let mut grads = attempt(|| loss(pass.model(), number).backward()).unwrap();
+                    pass.finish(&mut grads).unwrap()
                 } else {
-                    step.skip().unwrap()
+                    ddp.skip(&model).unwrap()
                 }
             } else if samples > 0 {
                 let grads = attempt(|| loss(&model, number).backward()).unwrap();
@@ -84,7 +84,7 @@ struct Convolutional<B: Backend> {
 }
 
 /// Trains a convolutional network with `SyncBatchNorm` [both ways](both_ways).
-pub fn convolutional<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
+pub fn convolutional<B: AutodiffBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
     let rank = group.rank();
     let model = Convolutional::<B> {
         first: Conv2dConfig::new([2, 4], [3, 3]).init(device),
@@ -107,7 +107,7 @@ struct Language<B: Backend> {
 }
 
 /// Trains a transformer with a shared embedding [both ways](both_ways).
-pub fn language<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
+pub fn language<B: AutodiffBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
     let rank = group.rank();
     let encoder = TransformerEncoderConfig::new(8, 16, 2, 2).with_dropout(0.0);
     let model = Language::<B> { embedding: EmbeddingConfig::new(11, 8).init(device), encoder: encoder.init(device) };

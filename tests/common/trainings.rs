@@ -1,14 +1,13 @@
 //! Trainings of one model in two ways on devices.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{DataParallel, DeviceMesh, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
 use bonfire_testing::{Kind, run_ranks};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 
 use crate::models::{self, Bits};
 
@@ -53,7 +52,7 @@ fn layers<B: Backend>(device: &B::Device) -> Layers<B> {
 
 /// Trains as replicas and with parts of the parameters: of all ranks, and if these are four, of each two. Gradients are
 /// clipped by a norm that they exceed.
-pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
+pub fn replicas_and_parts<B: AutodiffBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
     const NORM: f64 = 1e-2;
     let (rank, ranks) = (group.rank(), group.world_size());
     // They differ from rank to rank in one step, and rank 1 has none in another.
@@ -62,28 +61,23 @@ pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, dev
 
     let (model, ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
     let mut replica = model.clone();
-    let optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();
-    let mut optimizer = optimizer.clip_norm(NORM).unwrap();
+    let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();
     for step in 0..steps {
         let grads = match samples(step) {
             0 => GradientsParams::new(),
             _ => GradientsParams::from_grads(replica.loss(input(step)).backward(), &replica),
         };
-        optimizer.step(1.0, &mut replica, grads, samples(step)).unwrap();
+        let parts = optimizer.sync(&replica, grads, samples(step)).unwrap().clip_norm(NORM).unwrap();
+        optimizer.step(1.0, &mut replica, parts).unwrap();
     }
     let in_parts = |mesh: DeviceMesh| {
-        let (mut parts, mut parallel) = FullyShardedParallel::new(mesh, model.clone()).unwrap();
+        let (mut parts, parallel) = FullyShardedParallel::new(mesh, model.clone()).unwrap();
         let mut optimizer = SgdConfig::new().init();
         for number in 0..steps {
-            let step = parallel.step(&parts, samples(number)).unwrap();
-            let grads = match samples(number) {
-                0 => step.skip(),
-                _ => {
-                    let loss = step.model().loss(input(number));
-                    step.finish(loss.backward())
-                }
-            };
-            parts = optimizer.step(1.0, parts, parallel.clip_norm(grads.unwrap(), NORM).unwrap());
+            let batches = (samples(number) > 0).then(|| input(number));
+            let gradients = parallel.run(&parts, batches, |model, input| (model.loss(input), samples(number))).unwrap();
+            let gradients = gradients.clip_norm(NORM).unwrap().for_optimizer(&optimizer).unwrap();
+            parts = optimizer.step(1.0, parts, gradients);
         }
         models::bits(&parallel.gather(&parts).unwrap())
     };
@@ -96,8 +90,8 @@ pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, dev
 }
 
 /// Trains as replicas and with parts of the optimizer state: of all ranks, and of two blocks.
-pub fn replicas_and_shards<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
-    let (model, mut ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
+pub fn replicas_and_shards<B: AutodiffBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
+    let (model, ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
     let mut replica = model.clone();
     let mut optimizer = AdamConfig::new().init();
     for step in 0..steps {
@@ -109,7 +103,8 @@ pub fn replicas_and_shards<B: CollectiveBackend>(group: &Group, steps: usize, de
         let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
         for step in 0..steps {
             let (grads, samples) = some_gradients(group.rank(), step, &model, device);
-            optimizer.step(0.01, &mut model, grads, samples).unwrap();
+            let parts = optimizer.sync(&model, grads, samples).unwrap();
+            optimizer.step(0.01, &mut model, parts).unwrap();
         }
         models::bits(&model)
     };
@@ -121,7 +116,7 @@ pub fn replicas_and_shards<B: CollectiveBackend>(group: &Group, steps: usize, de
 }
 
 /// Trains with and without parts of the optimizer state, and clips gradients by a norm that they exceed.
-pub fn clipped_with_and_without_shards<B: CollectiveBackend>(
+pub fn clipped_with_and_without_shards<B: AutodiffBackend>(
     group: &Group,
     steps: usize,
     device: &B::Device,
@@ -129,11 +124,11 @@ pub fn clipped_with_and_without_shards<B: CollectiveBackend>(
     let (model, ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
     [Sharding::None, Sharding::All].map(|sharding| {
         let mut model = model.clone();
-        let optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
-        let mut optimizer = optimizer.clip_norm(1e-3).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
         for step in 0..steps {
             let (grads, samples) = some_gradients(group.rank(), step, &model, device);
-            optimizer.step(10.0, &mut model, grads, samples).unwrap();
+            let parts = optimizer.sync(&model, grads, samples).unwrap().clip_norm(1e-3).unwrap();
+            optimizer.step(10.0, &mut model, parts).unwrap();
         }
         models::bits(&model)
     })
@@ -141,7 +136,7 @@ pub fn clipped_with_and_without_shards<B: CollectiveBackend>(
 
 /// The gradients of a step, and the number of samples, which differs from rank to rank in every other step. Rank 1 has
 /// none for the first layer's bias, and in the last steps no rank has.
-fn some_gradients<B: CollectiveBackend>(
+fn some_gradients<B: AutodiffBackend>(
     rank: usize,
     step: usize,
     model: &Layers<B>,

@@ -7,8 +7,8 @@ use bonfire::{Cuda, DType, DataParallel, Error, ReduceOp, ShardedOptimizer, Shar
 use bonfire_testing::Kind;
 use bonfire_testing::process::{is_child, send_line};
 use burn::backend::Autodiff;
-use burn::nn::LinearConfig;
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::AdamConfig;
 use burn::tensor::Tensor;
 use rustix::process::Signal;
 
@@ -117,13 +117,13 @@ fn a_step_whose_last_operation_fails_changes_no_parameter() {
     let device = &devices.all[0];
     let (mut model, ddp) = DataParallel::new(group, LinearConfig::new(3, 2).init::<B>(device)).unwrap();
     let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
-    let weights = |model: &burn::nn::Linear<B>| model.weight.val().into_data();
+    let weights = |model: &Linear<B>| model.weight.val().into_data();
     let mut values = vec![weights(&model)];
-    let mut step = |model: &mut _| {
+    let mut step = |model: &mut Linear<B>| {
         let input = Tensor::<B, 2>::ones([4, 3], device);
-        let loss = burn::nn::Linear::forward(model, input).powf_scalar(2.0).mean();
-        let grads = GradientsParams::from_grads(loss.backward(), &*model);
-        optimizer.step(0.1, model, grads, 4)
+        let loss = |model: &Linear<B>, input| (model.forward(input).powf_scalar(2.0).mean(), 4);
+        let parts = optimizer.run(model, [input], loss)?;
+        optimizer.step(0.1, model, parts)
     };
     step(&mut model).unwrap();
     values.push(weights(&model));

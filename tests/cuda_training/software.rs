@@ -7,7 +7,7 @@ use bonfire_testing::process::{Process, is_child, send_line};
 use bonfire_testing::{Kind, run_ranks};
 use burn::backend::{Autodiff, NdArray};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::optim::{AdamConfig, GradientsParams, Optimizer};
+use burn::optim::{AdamConfig, Optimizer};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -20,8 +20,7 @@ use crate::software_driver::{SoftwareDriver, with_gpus};
 /// sharded optimizer. Calls `at` as [`together`] does.
 fn digits(group: &Group, device: &CudaDevice, shard: bool, mut at: impl FnMut()) {
     const BATCH: usize = 4;
-    let (mut model, mut ddp) =
-        DataParallel::new(group.clone(), digits::Network::<Training>::new(group, device)).unwrap();
+    let (mut model, ddp) = DataParallel::new(group.clone(), digits::Network::<Training>::new(group, device)).unwrap();
     let mut optimizer = AdamConfig::new().init();
     let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
     let criterion = CrossEntropyLossConfig::new().init(device);
@@ -42,14 +41,14 @@ fn digits(group: &Group, device: &CudaDevice, shard: bool, mut at: impl FnMut())
         if number == COMPARED {
             all_are_there();
         }
-        let loss = |model: &digits::Network<Training>| criterion.forward(model.forward(images), labels);
+        let loss = |model: &digits::Network<Training>, (images, labels)| {
+            (criterion.forward(model.forward(images), labels), BATCH)
+        };
         if shard {
-            let grads = GradientsParams::from_grads(loss(&model).backward(), &model);
-            sharded.step(RATE, &mut model, grads, BATCH).unwrap();
+            let parts = sharded.run(&model, [(images, labels)], loss).unwrap();
+            sharded.step(RATE, &mut model, parts).unwrap();
         } else {
-            let step = ddp.step(&model, BATCH).unwrap();
-            let loss = loss(step.model());
-            let grads = step.finish(loss.backward()).unwrap();
+            let grads = ddp.run(&model, [(images, labels)], loss).unwrap();
             model = optimizer.step(RATE, model, grads);
         }
     }

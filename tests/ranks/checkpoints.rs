@@ -16,11 +16,11 @@ use state::{B, Contents, Net, contents, start, step};
 /// Saves the state after `steps` steps on `n` ranks. Returns what is in it, and after three more steps.
 fn saved(n: usize, steps: usize, folder: &Path) -> [Contents; 2] {
     let mut results = ranks(n, |group| {
-        let (mut state, mut ddp) = start(group, 2);
-        (0..steps).for_each(|_| step(&mut state, &mut ddp));
+        let (mut state, ddp) = start(group, 2);
+        (0..steps).for_each(|_| step(&mut state, &ddp));
         Checkpoints::new(ddp.group(), folder).unwrap().save(&state).unwrap();
         let saved = contents(&state);
-        (0..3).for_each(|_| step(&mut state, &mut ddp));
+        (0..3).for_each(|_| step(&mut state, &ddp));
         [saved, contents(&state)]
     });
     results.swap_remove(n - 1)
@@ -29,13 +29,13 @@ fn saved(n: usize, steps: usize, folder: &Path) -> [Contents; 2] {
 /// Loads the newest set on `n` ranks. Returns what is in it, and after three more steps.
 fn loaded(n: usize, folder: &Path) -> Vec<[Contents; 2]> {
     ranks(n, |group| {
-        let (mut state, mut ddp) = start(group, 2);
+        let (mut state, ddp) = start(group, 2);
         let id = state.model.linear.weight.id;
         assert!(Checkpoints::new(ddp.group(), folder).unwrap().load(&mut state).unwrap());
         // The parameters keep this rank's ids.
         assert_eq!(state.model.linear.weight.id, id);
         let loaded = contents(&state);
-        (0..3).for_each(|_| step(&mut state, &mut ddp));
+        (0..3).for_each(|_| step(&mut state, &ddp));
         [loaded, contents(&state)]
     })
 }
@@ -88,11 +88,11 @@ fn the_newest_sets_are_kept_and_the_newest_is_loaded() {
         names
     };
     ranks(2, |group| {
-        let (mut state, mut ddp) = start(group, 2);
+        let (mut state, ddp) = start(group, 2);
         let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap().keep(3);
         assert!(!checkpoints.load(&mut state).unwrap());
         for _ in 0..5 {
-            step(&mut state, &mut ddp);
+            step(&mut state, &ddp);
             checkpoints.save(&state).unwrap();
         }
     });
@@ -108,10 +108,10 @@ fn a_save_in_the_background_has_the_bits_of_the_moment_in_which_it_began() {
     let [expected, _] = saved(2, 4, folder.path());
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |group| {
-        let (mut state, mut ddp) = start(group, 2);
+        let (mut state, ddp) = start(group, 2);
         let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
         for i in 0..8 {
-            step(&mut state, &mut ddp);
+            step(&mut state, &ddp);
             if i == 3 {
                 checkpoints.save_in_background(&state).unwrap();
             }
@@ -269,7 +269,7 @@ fn an_optimizer_of_another_form_is_saved_whole() {
     let folder = tempfile::tempdir().unwrap();
     let run = |n, steps, resume: bool| {
         ranks(n, |group: Group| {
-            let (model, mut ddp) = DataParallel::new(group, Net::<B>::new(2)).unwrap();
+            let (model, ddp) = DataParallel::new(group, Net::<B>::new(2)).unwrap();
             let two = Two(AdamConfig::new().init(), AdamConfig::new().init());
             let mut state = TrainingState::new(model, two, 0.1, ());
             let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();

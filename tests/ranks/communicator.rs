@@ -9,7 +9,7 @@ use bonfire::{DeviceCommunicator, Error, Group};
 use bonfire_testing::{Kind as TransportKind, run_ranks};
 use burn::backend::{Flex, NdArray};
 use burn::module::{Module, Param, ParamId};
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Bool, DType, Float, Int, Tensor, TensorData};
 
 type Communicator = DeviceCommunicator<Flex>;
@@ -347,7 +347,6 @@ fn measure_prepared_buffers() {
 
 #[cfg(not(feature = "ddp"))]
 mod experts {
-    use bonfire::tensor::autodiff::CollectiveBackend;
     use burn::backend::Autodiff;
 
     use super::*;
@@ -367,7 +366,7 @@ mod experts {
     }
 
     /// One forward and backward pass with some ranks' tokens.
-    fn pass<B: CollectiveBackend>(group: &Group, ranks: std::ops::Range<usize>) -> Pass {
+    fn pass<B: AutodiffBackend>(group: &Group, ranks: std::ops::Range<usize>) -> Pass {
         let communicator = communicator::<B>(group);
         // Rank 2's two experts are as good as rank 0's for every token. The first of equals is taken: rank 2 gets none.
         let mut router = moe::numbers(5, moe::WIDTH * EXPERTS, 1.0);

@@ -189,9 +189,9 @@ fn train(group: &Group, overlapped: bool) -> Vec<TensorData> {
         }
         let samples = 1 + (rank + number) % 3;
         let grads = if overlapped || number < 2 {
-            let step = ddp.step(&model, samples).unwrap();
-            let backward = loss(step.model(), number + rank).backward();
-            step.finish(backward).unwrap()
+            let step = ddp.last_pass(&model, samples).unwrap();
+            let mut backward = loss(step.model(), number + rank).backward();
+            step.finish(&mut backward).unwrap()
         } else {
             let grads = GradientsParams::from_grads(loss(&model, number + rank).backward(), &model);
             ddp.sync(&model, grads, samples).unwrap()
@@ -210,13 +210,13 @@ fn gradients_that_are_not_finite_are_an_error_on_all_ranks_and_the_group_stays_u
                 let rank = group.rank();
                 let (model, mut ddp) = DataParallel::new(group, model()).unwrap();
                 ddp.set_compression(Int8).unwrap();
-                let mut step = |good: bool| {
+                let step = |good: bool| {
                     let factor = if rank == 1 && !good { wrong } else { 1.0 };
                     let loss = |model: &Model| model[0].val().sum() + model[1].val().sum() * factor;
                     if overlapped {
-                        let step = ddp.step(&model, 1)?;
-                        let backward = loss(step.model()).backward();
-                        step.finish(backward)
+                        let step = ddp.last_pass(&model, 1)?;
+                        let mut backward = loss(step.model()).backward();
+                        step.finish(&mut backward)
                     } else {
                         ddp.sync(&model, GradientsParams::from_grads(loss(&model).backward(), &model), 1)
                     }
@@ -245,9 +245,9 @@ fn different_compressions_and_f64_are_refused() {
             ddp.set_compression(Bf16).unwrap();
         }
         let sync = ddp.sync(&model, gradients(&model, |_, _| 1.0), 1).err().unwrap();
-        let step = ddp.step(&model, 1).unwrap();
-        let backward = loss(step.model(), 1).backward();
-        let step = step.finish(backward).err().unwrap();
+        let step = ddp.last_pass(&model, 1).unwrap();
+        let mut backward = loss(step.model(), 1).backward();
+        let step = step.finish(&mut backward).err().unwrap();
         [sync, step]
     });
     for error in errors.into_iter().flatten() {
@@ -325,9 +325,9 @@ fn encodings_that_panic_or_differ_in_length_fail_on_all_ranks() {
                 let (model, mut ddp) = DataParallel::new(group, model()).unwrap();
                 ddp.set_compression(Faulty { rank, fault }).unwrap();
                 let outcome = if overlapped {
-                    let step = ddp.step(&model, 1).unwrap();
-                    let backward = loss(step.model(), 1).backward();
-                    step.finish(backward)
+                    let step = ddp.last_pass(&model, 1).unwrap();
+                    let mut backward = loss(step.model(), 1).backward();
+                    step.finish(&mut backward)
                 } else {
                     ddp.sync(&model, gradients(&model, |_, _| 1.0), 1)
                 };

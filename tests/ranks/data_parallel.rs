@@ -71,7 +71,7 @@ struct Run {
 
 fn train(group: Group, dtype: DType, digits: &Digits, test: &Digits, batch: usize, epochs: usize) -> Run {
     let model = Mlp::<Training>::new(group.rank(), dtype);
-    let (mut model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+    let (mut model, ddp) = DataParallel::new(group.clone(), model).unwrap();
     let mut optimizer = AdamConfig::new().init();
     let sampler = ShardedSampler::new(&group, digits.len(), batch).unwrap().seed(1);
     let (mut losses, mut steps) = (Vec::new(), Vec::new());
@@ -174,8 +174,7 @@ impl<B: Backend> Parts<B> {
 fn a_missing_gradient_counts_as_zero_and_one_missing_on_all_ranks_stays_missing() {
     ranks(3, |group| {
         let rank = group.rank();
-        let (model, mut ddp) =
-            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
+        let (model, ddp) = DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         for _ in 0..2 {
             // Weighted by 1, 2 and 3 samples: (1*1 + 2*2 + 3*3) / 6 and, from rank 1 alone, 5*2 / 6.
             let mut loss = model.all.val().sum() * (rank + 1) as f32;
@@ -199,7 +198,7 @@ fn gradients_keep_their_float_type() {
     fn check<B: AutodiffBackend>(dtype: DType) {
         ranks(2, |group| {
             let rank = group.rank();
-            let (model, mut ddp) = DataParallel::new(group, Parts::<B>::new(dtype, &Default::default())).unwrap();
+            let (model, ddp) = DataParallel::new(group, Parts::<B>::new(dtype, &Default::default())).unwrap();
             let mut grads = GradientsParams::new();
             let ones = || Tensor::<B::InnerBackend, 1>::ones([4], (&Default::default(), dtype));
             // 3/4 and 1/4 of the samples: weights 1.5 and 0.5 before the mean, exact in every type.
@@ -230,7 +229,7 @@ fn a_mean_in_the_range_of_the_element_type_stays_in_range_on_the_way() {
                 let means = ranks(4, |group| {
                     let samples = samples[group.rank()];
                     let model = Parts::<Training>::new(dtype, &Default::default());
-                    let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+                    let (model, ddp) = DataParallel::new(group, model).unwrap();
                     let mut grads = GradientsParams::new();
                     let all = Tensor::<Flex, 1>::full([4], value, (&Default::default(), dtype));
                     let expected = all.clone().into_data().iter::<f64>().collect::<Vec<_>>();
@@ -254,8 +253,7 @@ fn a_mean_in_the_range_of_the_element_type_stays_in_range_on_the_way() {
 fn equal_samples_give_the_plain_mean() {
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) =
-            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
+        let (model, ddp) = DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         let mut grads = GradientsParams::new();
         grads.register(model.all.id, Tensor::<Flex, 1>::full([4], [0.1f32, 0.7][rank], &Default::default()));
         let grads = ddp.sync(&model, grads, 7).unwrap();
@@ -271,7 +269,7 @@ fn micro_batches_add_up_to_the_batch() {
     let gradient = |n| {
         ranks(n, |group| {
             let rank = group.rank();
-            let (model, mut ddp) = DataParallel::new(group, linear::<Training>(3, 2, 0.5, DType::F64)).unwrap();
+            let (model, ddp) = DataParallel::new(group, linear::<Training>(3, 2, 0.5, DType::F64)).unwrap();
             let input = waves::<Training, 2>([12, 3], 1.0, DType::F64);
             let own = input.slice(bonfire::partition(12, n, rank));
             let samples = own.dims()[0];
@@ -295,8 +293,7 @@ fn micro_batches_add_up_to_the_batch() {
 fn a_rank_without_samples_has_no_weight_and_no_samples_at_all_is_an_error() {
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) =
-            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
+        let (model, ddp) = DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         let nan = || {
             let mut grads = GradientsParams::new();
             grads.register(model.all.id, Tensor::<Flex, 1>::full([4], f32::NAN, &Default::default()));
@@ -330,9 +327,8 @@ fn metrics_are_weighted_by_samples() {
 fn gradients_that_do_not_fit_the_model_are_rejected_on_all_ranks() {
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) =
-            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
-        let mut refused = |id, len| {
+        let (model, ddp) = DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
+        let refused = |id, len| {
             let mut grads = GradientsParams::new();
             if rank == 1 {
                 grads.register(id, Tensor::<Flex, 1>::ones([len], &Default::default()));

@@ -9,16 +9,15 @@ mod models;
 
 use std::ops::Range;
 
-use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{DataParallel, DeviceMesh, FullyShardedParallel, Group, ShardedBlock};
 use bonfire_testing::{Kind, ranks, run_ranks};
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamConfig, GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
+use burn::optim::{AdamConfig, GradientsParams, Optimizer, SgdConfig};
 use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 
 use self::models::{Form, Language, Loss, Odd, Training, floats, initial, train, values};
@@ -139,12 +138,13 @@ impl Deep<Training> {
 fn each_block_is_gathered_once_in_each_pass_and_two_at_a_time() {
     for n in [1, 2, 3] {
         ranks(n, |group| {
-            let (mut model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
+            let (mut model, fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
             for step in 0..4 {
-                let running = fsdp.step(&model, 1).unwrap();
-                let grads = running.model().loss(step).backward();
-                let grads = running.finish(grads).unwrap();
-                model = SgdConfig::new().init().step(0.1, model, grads);
+                let running = fsdp.last_pass(&model, 1).unwrap();
+                let mut grads = running.model().loss(step).backward();
+                let parts = running.finish(&mut grads).unwrap();
+                let mut optimizer = SgdConfig::new().init();
+                model = optimizer.step(0.1, model, parts.for_optimizer(&optimizer).unwrap());
                 let counts = fsdp.gather_counts();
                 // Beside the parameters in no block. From the second step on the last one stays for the backward pass.
                 let kept = usize::from(step > 0);
@@ -159,11 +159,11 @@ fn each_block_is_gathered_once_in_each_pass_and_two_at_a_time() {
 fn zero_2_gathers_each_block_once() {
     ranks(2, |group| {
         let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
-        let mut fsdp = fsdp.keep_gathered();
+        let fsdp = fsdp.keep_gathered();
         for step in 0..3 {
-            let running = fsdp.step(&model, 1).unwrap();
-            let grads = running.model().loss(step).backward();
-            running.finish(grads).unwrap();
+            let running = fsdp.last_pass(&model, 1).unwrap();
+            let mut grads = running.model().loss(step).backward();
+            drop(running.finish(&mut grads).unwrap());
             let counts = fsdp.gather_counts();
             assert_eq!((counts.forward, counts.backward, counts.most), (7, 0, 6));
         }
@@ -186,11 +186,11 @@ impl ModuleVisitor<Training> for Elements<'_> {
 fn parameters_gradients_and_optimizer_state_are_a_part_of_the_whole() {
     let held = |n: usize| {
         ranks(n, |group| {
-            let (mut model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
+            let (mut model, fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
             let mut optimizer = AdamConfig::new().init::<Training, _>();
-            let running = fsdp.step(&model, 1).unwrap();
-            let grads = running.model().loss(1).backward();
-            let grads = running.finish(grads).unwrap();
+            let running = fsdp.last_pass(&model, 1).unwrap();
+            let mut grads = running.model().loss(1).backward();
+            let grads = running.finish(&mut grads).unwrap().for_optimizer(&optimizer).unwrap();
             let mut elements = Elements(&grads, [0, 0]);
             model.visit(&mut elements);
             let [parameters, gradients] = elements.1;
@@ -218,17 +218,12 @@ fn gradients_of_micro_batches_are_added_as_parts() {
     let trained = |n: usize, micro: usize| {
         ranks(n, |group| {
             let rank = group.rank();
-            let (mut model, mut fsdp) = FullyShardedParallel::new(group, Language::new(DType::F64)).unwrap();
+            let (mut model, fsdp) = FullyShardedParallel::new(group, Language::new(DType::F64)).unwrap();
             let mut optimizer = AdamConfig::new().init();
             for step in 0..4 {
-                let mut sum = GradientsAccumulator::new();
-                for i in 0..micro {
-                    let running = fsdp.step(&model, 1).unwrap();
-                    let loss = running.model().loss(samples(rank * micro + i, n * micro, step)) / micro as f64;
-                    let grads = running.finish(loss.backward()).unwrap();
-                    sum.accumulate(&model, grads);
-                }
-                let grads = fsdp.clip_norm(sum.grads(), 0.05).unwrap();
+                let loss = |model: &Language<Training>, i| model.loss(samples(rank * micro + i, n * micro, step));
+                let parts = fsdp.run(&model, 0..micro, |model, i| (loss(model, i), 1)).unwrap();
+                let grads = parts.clip_norm(0.05).unwrap().for_optimizer(&optimizer).unwrap();
                 model = optimizer.step(0.01, model, grads);
             }
             numbers(&floats(&fsdp.gather(&model).unwrap()))
@@ -249,18 +244,20 @@ fn a_norm_is_that_of_all_parts() {
                 None => DeviceMesh::from(group),
                 Some(n) => DeviceMesh::new(group, [("shard", n), ("replicate", 4 / n)]).unwrap(),
             };
-            let (model, mut fsdp) = FullyShardedParallel::new(mesh, Odd::new(&alone(), DType::F64)).unwrap();
-            let running = fsdp.step(&model, 1).unwrap();
-            let grads = running.model().loss(0..2).backward();
-            let grads = running.finish(grads).unwrap();
+            let (model, fsdp) = FullyShardedParallel::new(mesh, Odd::new(&alone(), DType::F64)).unwrap();
+            let running = fsdp.last_pass(&model, 1).unwrap();
+            let mut grads = running.model().loss(0..2).backward();
+            let grads = running.finish(&mut grads).unwrap();
             // The same samples on all ranks, so the mean is one rank's gradient.
             let single = Odd::new(&alone(), DType::F64);
             let of_one = GradientsParams::from_grads(single.loss(0..2).backward(), &single);
             let mut squares = Squares(&of_one, 0.0);
             single.visit(&mut squares);
             let norm = squares.1.sqrt();
-            let clipped = fsdp.clip_norm(grads, norm / 2.0).unwrap();
-            let updated = SgdConfig::new().init().step(1.0, model.clone(), clipped);
+            assert!((grads.norm().unwrap() - norm).abs() < 1e-12);
+            let mut optimizer = SgdConfig::new().init();
+            let clipped = grads.clip_norm(norm / 2.0).unwrap().for_optimizer(&optimizer).unwrap();
+            let updated = optimizer.step(1.0, model.clone(), clipped);
             let halved = SgdConfig::new().init().step(0.5, single, of_one);
             let (updated, halved) = (fsdp.gather(&updated).unwrap(), halved);
             assert!(close(&numbers(&floats(&updated)), &numbers(&floats(&halved))));
@@ -302,18 +299,13 @@ fn blocks_may_change_from_step_to_step_and_ranks_may_have_no_samples() {
                 }
                 return floats(&model);
             }
-            let (mut model, mut fsdp) = FullyShardedParallel::new(group, model).unwrap();
+            let (mut model, fsdp) = FullyShardedParallel::new(group, model).unwrap();
             let mut optimizer = SgdConfig::new().init();
             for step in 0..9 {
-                // A rank without samples repeats what the step before has gathered.
-                let skips = rank == 1 && step % 3 == 1;
-                let running = fsdp.step(&model, if skips { 0 } else { 2 }).unwrap();
-                let grads = if skips {
-                    running.skip().unwrap()
-                } else {
-                    let grads = loss(running.model(), step).backward();
-                    running.finish(grads).unwrap()
-                };
+                // A rank without samples takes part in what the others gather.
+                let batches = (rank != 1 || step % 3 == 2).then_some(step);
+                let parts = fsdp.run(&model, batches, |model, step| (loss(model, step), 2)).unwrap();
+                let grads = parts.for_optimizer(&optimizer).unwrap();
                 // Layers that are not used have no gradient.
                 assert_eq!(grads.len(), 2 * layers(step).len() + 1);
                 model = optimizer.step(0.1, model, grads);
@@ -346,13 +338,13 @@ fn marks_change_neither_records_nor_results() {
     assert_eq!(weight(), weight());
 }
 
-fn the_bits_of_replicas<B: CollectiveBackend>() {
+fn the_bits_of_replicas<B: AutodiffBackend>() {
     ranks(2, |group| {
         let (device, rank) = (Default::default(), group.rank());
         let linear = || LinearConfig::new(5, 5).init::<B>(&device);
         let model: Vec<_> = (0..3).map(|_| ShardedBlock::new(linear())).collect();
-        let (whole, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
-        let (mut parts, mut fsdp) = FullyShardedParallel::new(group, whole.clone()).unwrap();
+        let (whole, ddp) = DataParallel::new(group.clone(), model).unwrap();
+        let (mut parts, fsdp) = FullyShardedParallel::new(group, whole.clone()).unwrap();
         let input = Tensor::<B, 2>::from_data(values([2, 5], rank, DType::F32).into_data(), &device);
         let loss = |model: &Vec<ShardedBlock<Linear<B>>>| {
             // A weight whose shape is changed.
@@ -361,14 +353,13 @@ fn the_bits_of_replicas<B: CollectiveBackend>() {
         };
         let mut updated = whole;
         for _ in 0..3 {
-            let step = ddp.step(&updated, 2).unwrap();
-            let grads = loss(step.model()).backward();
-            let grads = step.finish(grads).unwrap();
+            let step = ddp.last_pass(&updated, 2).unwrap();
+            let mut grads = loss(step.model()).backward();
+            let grads = step.finish(&mut grads).unwrap();
             updated = SgdConfig::new().init().step(0.1, updated, grads);
-            let step = fsdp.step(&parts, 2).unwrap();
-            let grads = loss(step.model()).backward();
-            let grads = step.finish(grads).unwrap();
-            parts = SgdConfig::new().init().step(0.1, parts, grads);
+            let mut optimizer = SgdConfig::new().init();
+            let grads = fsdp.run(&parts, [()], |model, ()| (loss(model), 2)).unwrap();
+            parts = optimizer.step(0.1, parts, grads.for_optimizer(&optimizer).unwrap());
         }
         for (ours, theirs) in fsdp.gather(&parts).unwrap().into_iter().zip(updated) {
             assert_eq!(ours.into_inner().weight.to_data(), theirs.into_inner().weight.to_data());

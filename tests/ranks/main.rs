@@ -16,6 +16,7 @@ mod fully_sharded;
 mod gradients;
 mod mesh;
 mod mismatch;
+mod races;
 mod randomness;
 mod sharded;
 mod step;

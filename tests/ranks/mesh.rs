@@ -21,7 +21,7 @@ fn values_and_means(dimensions: &[(&str, usize)]) -> Vec<[f32; 2]> {
     ranks(world_size, |group| {
         let rank = group.rank();
         let mesh = DeviceMesh::new(group, dimensions.iter().copied()).unwrap();
-        let (model, mut ddp) = DataParallel::new(mesh, model(rank)).unwrap();
+        let (model, ddp) = DataParallel::new(mesh, model(rank)).unwrap();
         let mut grads = GradientsParams::new();
         grads.register(model.id, Tensor::<Flex, 1>::full([3], rank as f32, &Default::default()));
         let mean = ddp.sync(&model, grads, 1).unwrap().get::<Flex, 1>(model.id).unwrap();

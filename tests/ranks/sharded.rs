@@ -10,7 +10,7 @@ use bonfire::{Checkpoints, DataParallel, Error, Group, ShardedOptimizer, Shardin
 use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
@@ -118,6 +118,23 @@ fn gradients<B: AutodiffBackend, M: Module<B>>(
     grads
 }
 
+/// Makes a step with gradients that are all there.
+fn advance<O, M, B>(
+    optimizer: &mut ShardedOptimizer<O, M, B>,
+    rate: f64,
+    model: &mut M,
+    grads: GradientsParams,
+    samples: usize,
+) -> Result<(), Error>
+where
+    O: SimpleOptimizer<B::InnerBackend> + 'static,
+    M: AutodiffModule<B>,
+    B: AutodiffBackend,
+{
+    let parts = optimizer.sync(model, grads, samples)?;
+    optimizer.step(rate, model, parts)
+}
+
 /// A rank's gradient in a step: a multiple of 12, so that the mean over 2, 3, 4 or 6 ranks is a whole number. Some
 /// ranks have none for a parameter, and in some steps no rank has one.
 fn gradient(rank: usize, step: usize, position: usize, i: usize) -> Option<f64> {
@@ -161,7 +178,7 @@ where
             let mut optimizer = ShardedOptimizer::new(&ddp, new(), sharding).unwrap();
             for step in 0..STEPS {
                 let grads = gradients(&model, |position, i| gradient(rank, step, position, i));
-                optimizer.step(LR, &mut model, grads, 3).unwrap();
+                advance(&mut optimizer, LR, &mut model, grads, 3).unwrap();
             }
             assert!(!model.frozen.is_require_grad() && model.few.is_require_grad());
             bits(&model)
@@ -232,14 +249,15 @@ fn adam_in_f64_matches_one_rank_for_any_gradients_samples_and_norm() {
                 let rank = group.rank();
                 let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F64)).unwrap();
                 let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
-                if let Some(max) = max {
-                    optimizer = optimizer.clip_norm(max).unwrap();
-                }
                 for step in 0..3 {
                     // The gradients of a rank without samples have no weight.
                     let nan = if samples(rank) == 0 { f64::NAN } else { 1.0 };
                     let grads = gradients(&model, |position, i| Some(nan * wave(rank, step, position, i)));
-                    optimizer.step(0.01, &mut model, grads, samples(rank)).unwrap();
+                    let mut parts = optimizer.sync(&model, grads, samples(rank)).unwrap();
+                    if let Some(max) = max {
+                        parts = parts.clip_norm(max).unwrap();
+                    }
+                    optimizer.step(0.01, &mut model, parts).unwrap();
                 }
                 bits(&model)
             });
@@ -271,7 +289,7 @@ fn a_mean_in_the_range_of_f16_stays_in_range_on_the_way() {
                 for (parameter, len) in model.iter().zip(lengths) {
                     grads.register(parameter.id, Tensor::<Flex, 1>::full([len], value, options));
                 }
-                optimizer.step(rate, &mut model, grads, samples[rank]).unwrap();
+                advance(&mut optimizer, rate, &mut model, grads, samples[rank]).unwrap();
                 model
                     .iter()
                     .flat_map(|parameter| parameter.val().into_data().iter::<f64>().collect::<Vec<_>>())
@@ -314,7 +332,7 @@ fn parameters_of_several_types_keep_their_type() {
             let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
             for _ in 0..2 {
                 let grads = gradients(&model, |position, i| Some((4 * rank + position + i) as f64));
-                optimizer.step(0.5, &mut model, grads, 1).unwrap();
+                advance(&mut optimizer, 0.5, &mut model, grads, 1).unwrap();
             }
             // The mean of 4 * rank is 6, and the rest is the same on all ranks.
             for ((position, data), dtype) in bits(&model).iter().enumerate().zip([DType::BF16, DType::F32, DType::F64])
@@ -335,7 +353,7 @@ fn state_shrinks_by_the_number_of_ranks_in_a_block() {
             let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
             assert_eq!(optimizer.state_bytes().unwrap(), 0);
             let grads = gradients(&model, |_, _| Some(1.0));
-            optimizer.step(0.1, &mut model, grads, 1).unwrap();
+            advance(&mut optimizer, 0.1, &mut model, grads, 1).unwrap();
             optimizer.state_bytes().unwrap()
         })
     };

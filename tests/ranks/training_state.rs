@@ -357,7 +357,7 @@ fn fuzz_saved_states() {
     let (state, ddp) = start(group);
     let (state, ddp) = (std::cell::RefCell::new(state), std::cell::RefCell::new(ddp));
     fuzz("training-state", [saved(0), saved(1)], |bytes| {
-        let result = ddp.borrow_mut().resume(&mut state.borrow_mut(), || Ok(bytes.to_vec()));
+        let result = ddp.borrow_mut().resume(&mut *state.borrow_mut(), || Ok(bytes.to_vec()));
         assert!(matches!(result, Ok(()) | Err(Error::InvalidArgument { .. })), "{result:?}");
         result.is_ok()
     });

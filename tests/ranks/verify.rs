@@ -206,24 +206,27 @@ fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
         let Training { ddp, mut model, .. } = Training::new(&group);
         let mut optimizer = sharded(&ddp);
         let refused = |optimizer: &mut ShardedOptimizer<_, _, _>, model: &mut Model<B>, rate, expected: &str| {
-            let error = optimizer.step(rate, model, gradients(model), 1).unwrap_err();
+            let parts = optimizer.sync(model, gradients(model), 1);
+            let error = parts.and_then(|parts| optimizer.step(rate, model, parts)).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
             assert!(error.to_string().contains(expected), "{error}");
         };
         let rate = if rank == 1 { 0.5 } else { 0.25 };
         refused(&mut optimizer, &mut model, rate, "rank 0's learning rate is 0.25 and rank 1's is 0.5");
         let grads = gradients(&model);
-        optimizer.step(0.25, &mut model, grads, 1).unwrap();
+        let parts = optimizer.sync(&model, grads, 1).unwrap();
+        optimizer.step(0.25, &mut model, parts).unwrap();
         let mut other = model.clone();
         if rank == 2 {
             change(&mut other.first, |value| value + 1e-3);
         }
-        refused(&mut optimizer, &mut other, 0.25, "after 1 step, `first` of rank 2 differs from rank 0's");
+        refused(&mut optimizer, &mut other, 0.25, "after 2 steps, `first` of rank 2 differs from rank 0's");
         let grads = gradients(&model);
-        optimizer.step(0.25, &mut model, grads, 1).unwrap();
+        let parts = optimizer.sync(&model, grads, 1).unwrap();
+        optimizer.step(0.25, &mut model, parts).unwrap();
         // Rank 0 alone keeps its state.
         let mut new = if rank == 0 { optimizer } else { sharded(&ddp) };
-        refused(&mut new, &mut model, 0.25, "rank 0 has made 2 steps and rank 1 0");
+        refused(&mut new, &mut model, 0.25, "rank 0 has made 3 steps and rank 1 0");
     });
 }
 

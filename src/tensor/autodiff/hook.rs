@@ -21,6 +21,8 @@
 //! recipe. The strategy that decides so is a type of the operation, not of the graph, so the hook always has the one
 //! that keeps recipes.
 
+use std::any::{Any, TypeId};
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -29,115 +31,113 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
 use burn::backend::autodiff::checkpoint::state::BackwardStates;
-use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy};
+use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, TensorMetadata};
 
-/// An autodiff backend that hands over the gradient of a tensor as soon as it is complete.
-pub trait GradientHook: AutodiffBackend {
-    /// Returns `tensor` with a hook in its graph. In a backward pass, `receiver` gets the gradient once no step adds to
-    /// it any more; the tensor itself gets none. A tensor that is not tracked is returned as it is. Call it where the
-    /// forward pass first uses the tensor. `start` is that of the pass.
-    ///
-    /// The receiver runs on the thread of the backward pass, while burn-autodiff holds the lock of the graph. It must
-    /// neither wait nor panic.
-    #[doc(hidden)]
-    fn hook(
-        tensor: FloatTensor<Self>,
-        start: &PassStart<Self>,
-        receiver: GradientReceiver<Self::InnerBackend>,
-    ) -> FloatTensor<Self>;
+use bonfire_core::Error;
 
-    /// As [`hook`](Self::hook), for a tensor whose [value](Self::with_value) will be another one. If a step of the
-    /// backward pass needs that value, it is what `recipe` returns then. The recipe runs as the receiver does, at most
-    /// once, and must not panic.
-    #[doc(hidden)]
-    fn hook_with_recipe(
-        tensor: FloatTensor<Self>,
-        start: &PassStart<Self>,
-        receiver: GradientReceiver<Self::InnerBackend>,
-        recipe: Recipe<Self::InnerBackend>,
-    ) -> FloatTensor<Self>;
+/// Gets a gradient. It runs on the thread of the backward pass, while burn-autodiff holds the lock of the graph, so it
+/// must neither wait nor panic.
+pub(crate) type GradientReceiver<I> = Arc<dyn Fn(FloatTensor<I>) + Send + Sync>;
 
-    /// Returns the tensor's node with another value.
-    #[doc(hidden)]
-    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<Self::InnerBackend>) -> FloatTensor<Self>;
-}
+/// Returns the value of a tensor that was not kept. It runs as a [`GradientReceiver`] does, at most once.
+pub(crate) type Recipe<I> = Arc<dyn Fn() -> FloatTensor<I> + Send + Sync>;
 
-/// Gets a gradient.
-#[doc(hidden)]
-pub type GradientReceiver<B> = Arc<dyn Fn(FloatTensor<B>) + Send + Sync>;
-
-/// Returns the value of a tensor that was not kept.
-#[doc(hidden)]
-pub type Recipe<B> = Arc<dyn Fn() -> FloatTensor<B> + Send + Sync>;
+/// A tensor of burn's `Autodiff` over a backend, whatever its checkpointing strategy. burn-autodiff does not export the
+/// type.
+pub(super) type Tracked<I> = FloatTensor<Autodiff<I>>;
 
 /// The start of a forward pass. Dropping the last clone frees the anchor of its hooks.
-#[doc(hidden)]
-pub struct PassStart<B: AutodiffBackend> {
+pub(crate) struct PassStart<I: Backend> {
     /// The number of nodes that were made before.
     nodes: u64,
     /// Made by the first hook.
-    anchor: Arc<OnceLock<FloatTensor<B>>>,
+    anchor: Arc<OnceLock<Tracked<I>>>,
 }
 
-impl<B: AutodiffBackend> PassStart<B> {
-    pub(crate) fn now() -> PassStart<B> {
+impl<I: Backend> PassStart<I> {
+    pub fn now() -> PassStart<I> {
         PassStart { nodes: NodeId::new().value, anchor: Arc::default() }
     }
 }
 
-impl<B: AutodiffBackend> Clone for PassStart<B> {
+impl<I: Backend> Clone for PassStart<I> {
     fn clone(&self) -> Self {
         PassStart { nodes: self.nodes, anchor: self.anchor.clone() }
     }
 }
 
-impl<B: Backend, C: CheckpointStrategy> GradientHook for Autodiff<B, C>
-where
-    // Does not hold for every `B`: burn's feature `distributed` adds bounds.
-    Self: AutodiffBackend<InnerBackend = B>,
-{
-    fn hook(tensor: FloatTensor<Self>, start: &PassStart<Self>, receiver: GradientReceiver<B>) -> FloatTensor<Self> {
-        hooked::<B, C>(tensor, (start.nodes, &start.anchor), receiver, None)
+/// Fails if an autodiff backend is not burn's `Autodiff`.
+pub(crate) fn check_backend<B: AutodiffBackend>(operation: &str) -> Result<(), Error> {
+    if TypeId::of::<FloatTensor<B>>() == TypeId::of::<Tracked<B::InnerBackend>>() {
+        return Ok(());
     }
-
-    fn hook_with_recipe(
-        tensor: FloatTensor<Self>,
-        start: &PassStart<Self>,
-        receiver: GradientReceiver<B>,
-        recipe: Recipe<B>,
-    ) -> FloatTensor<Self> {
-        hooked::<B, C>(tensor, (start.nodes, &start.anchor), receiver, Some(recipe))
-    }
-
-    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<B>) -> FloatTensor<Self> {
-        valued::<B, C>(tensor, value)
-    }
+    let name = B::name(&B::Device::default());
+    Err(Error::argument(operation, format!("the autodiff backend {name} is not burn's; use `burn::backend::Autodiff`")))
 }
 
-/// A tensor of the autodiff backend. burn-autodiff does not export its type.
-type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
+/// Returns what `f` makes of a tensor. A backend that [`check_backend`] refuses gets the tensor back.
+pub(super) fn with_tracked<B: AutodiffBackend, E>(
+    tensor: FloatTensor<B>,
+    f: impl FnOnce(Tracked<B::InnerBackend>) -> Result<Tracked<B::InnerBackend>, E>,
+) -> Result<FloatTensor<B>, E> {
+    let mut tensor = Some(tensor);
+    // Two names of one type, which the compiler does not know.
+    let any: &mut dyn Any = &mut tensor;
+    if let Some(tracked) = any.downcast_mut::<Option<Tracked<B::InnerBackend>>>() {
+        *tracked = tracked.take().map(f).transpose()?;
+    }
+    Ok(tensor.expect("it was put back"))
+}
 
-fn hooked<B: Backend, C: CheckpointStrategy>(
-    tensor: Tracked<B, C>,
-    (start, anchor): (u64, &OnceLock<Tracked<B, C>>),
-    receiver: GradientReceiver<B>,
-    recipe: Option<Recipe<B>>,
-) -> Tracked<B, C> {
+/// Returns `tensor` with a hook in its graph. In a backward pass, `receiver` gets the gradient once no step adds to it
+/// any more; the tensor itself gets none. A tensor that is not tracked is returned as it is. Call it where the forward
+/// pass first uses the tensor. `start` is that of the pass.
+///
+/// With a recipe the tensor's [value](with_value) will be another one: if a step of the backward pass needs it, it is
+/// what the recipe returns then.
+pub(crate) fn hook<B: AutodiffBackend>(
+    tensor: FloatTensor<B>,
+    start: &PassStart<B::InnerBackend>,
+    receiver: GradientReceiver<B::InnerBackend>,
+    recipe: Option<Recipe<B::InnerBackend>>,
+) -> FloatTensor<B> {
+    let Ok(hooked) = with_tracked::<B, Infallible>(tensor, |tensor| Ok(hooked(tensor, start, receiver, recipe)));
+    hooked
+}
+
+/// Returns the tensor's node with another value.
+pub(crate) fn with_value<B: AutodiffBackend>(
+    tensor: FloatTensor<B>,
+    value: FloatTensor<B::InnerBackend>,
+) -> FloatTensor<B> {
+    let Ok(valued) = with_tracked::<B, Infallible>(tensor, |mut tensor| {
+        tensor.primitive = value;
+        Ok(tensor)
+    });
+    valued
+}
+
+fn hooked<I: Backend>(
+    tensor: Tracked<I>,
+    PassStart { nodes: start, anchor }: &PassStart<I>,
+    receiver: GradientReceiver<I>,
+    recipe: Option<Recipe<I>>,
+) -> Tracked<I> {
     if !tensor.is_tracked() {
         return tensor;
     }
     let anchor = anchor.get_or_init(|| {
-        let (device, dtype) = (B::float_device(&tensor.primitive), tensor.primitive.dtype());
-        Tracked::<B, C>::new(B::float_zeros(Shape::new([1]), &device, dtype.into())).require_grad()
+        let (device, dtype) = (I::float_device(&tensor.primitive), tensor.primitive.dtype());
+        Tracked::<I>::new(I::float_zeros(Shape::new([1]), &device, dtype.into())).require_grad()
     });
     // The anchor, at another depth.
-    let mut deep = Tracked::<B, C>::new(anchor.primitive.clone());
-    let nodes = deep.node.id.value.saturating_sub(start);
+    let mut deep = Tracked::<I>::new(anchor.primitive.clone());
+    let nodes = deep.node.id.value.saturating_sub(*start);
     match Arc::get_mut(&mut deep.node) {
         Some(node) => {
             node.order = usize::try_from(nodes).unwrap_or(usize::MAX - 1);
@@ -149,7 +149,7 @@ fn hooked<B: Backend, C: CheckpointStrategy>(
     let nodes = [tensor.node.clone(), deep.node];
     let prepared = Hook.prepare::<BalancedCheckpointing>(nodes);
     let prepared = match recipe {
-        Some(recipe) => prepared.memory_bound().retro_forward(Again::<B>(recipe)).parents([&tensor, anchor]),
+        Some(recipe) => prepared.memory_bound().retro_forward(Again::<I>(recipe)).parents([&tensor, anchor]),
         // Declared compute bound, so that no checkpointing strategy runs anything again.
         None => prepared.compute_bound(),
     };
@@ -157,11 +157,6 @@ fn hooked<B: Backend, C: CheckpointStrategy>(
         OpsKind::Tracked(prepared) => prepared.finish(Receiver(receiver), tensor.primitive),
         OpsKind::UnTracked(prepared) => prepared.finish(tensor.primitive),
     }
-}
-
-fn valued<B: Backend, C: CheckpointStrategy>(mut tensor: Tracked<B, C>, value: FloatTensor<B>) -> Tracked<B, C> {
-    tensor.primitive = value;
-    tensor
 }
 
 /// Runs a recipe.

@@ -3,15 +3,15 @@
 //! Each is a linear map on the concatenation of all ranks' elements, so its backward pass is the collective of the
 //! transposed matrix.
 
-use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Float, TensorMetadata, TensorPrimitive};
 
+use super::hook::Tracked;
 use super::refuse_nested;
 use crate::tensor::attempt::fail;
 use crate::tensor::operation::carry::{self, PairSizes};
@@ -19,9 +19,8 @@ use crate::tensor::operation::sizes::Sizes;
 use bonfire_core::{Error, Group, ReduceOp};
 
 /// A linear collective and its arguments. Sizes are lengths along `dim`, one per rank.
-#[doc(hidden)]
 #[derive(Clone, Debug)]
-pub enum Linear {
+pub(super) enum Linear {
     Broadcast {
         root: usize,
     },
@@ -98,15 +97,11 @@ impl<B: Backend> Backward<B, 1> for LinearBackward {
 
 /// Runs the collective on a tensor that may be tracked, and records its backward step.
 #[track_caller]
-pub(super) fn tracked<B: Backend, C: CheckpointStrategy>(
-    tensor: FloatTensor<Autodiff<B, C>>,
-    group: &Group,
-    linear: Linear,
-) -> Result<FloatTensor<Autodiff<B, C>>, Error> {
-    refuse_nested::<B>(&tensor.primitive)?;
-    let result = linear.apply::<B>(tensor.primitive, group)?;
+pub(super) fn tracked<I: Backend>(tensor: Tracked<I>, group: &Group, linear: Linear) -> Result<Tracked<I>, Error> {
+    refuse_nested::<I>(&tensor.primitive)?;
+    let result = linear.apply::<I>(tensor.primitive, group)?;
     // Declared compute bound, so that no checkpointing strategy repeats the communication.
-    Ok(match LinearBackward.prepare::<C>([tensor.node]).compute_bound().stateful() {
+    Ok(match LinearBackward.prepare::<NoCheckpointing>([tensor.node]).compute_bound().stateful() {
         OpsKind::Tracked(prepared) => prepared.finish((group.clone(), linear), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })

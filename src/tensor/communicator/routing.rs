@@ -1,9 +1,9 @@
 //! Sends each token to the ranks that have its experts, and the results back.
 
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
 
-use crate::tensor::autodiff::{self, CollectiveBackend};
+use crate::tensor::autodiff;
 use crate::tensor::{host, operation};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation, partition};
@@ -124,7 +124,7 @@ impl Routing {
     ///
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
-    pub fn dispatch_tracked<B: CollectiveBackend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
+    pub fn dispatch_tracked<B: AutodiffBackend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
         self.dispatch_with(tokens, |rows| autodiff::all_to_all_v(rows, 0, &self.send, Some(&self.recv), &self.group))
     }
 
@@ -135,7 +135,7 @@ impl Routing {
     ///
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
-    pub fn combine_tracked<B: CollectiveBackend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
+    pub fn combine_tracked<B: AutodiffBackend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
         self.combine_with(results, |rows| autodiff::all_to_all_v(rows, 0, &self.recv, Some(&self.send), &self.group))
     }
 

@@ -18,7 +18,7 @@ use rmpv::{Value, ValueRef};
 
 /// A tensor in a record.
 #[derive(Debug, PartialEq)]
-pub(crate) struct RecordedTensor {
+pub(in crate::train) struct RecordedTensor {
     /// The names of the fields that lead to it, with dots between them.
     pub path: String,
     pub dtype: DType,
@@ -28,14 +28,14 @@ pub(crate) struct RecordedTensor {
 }
 
 /// The elements and the shape of a tensor that is put into a record.
-pub(crate) struct TensorBytes {
+pub(in crate::train) struct TensorBytes {
     pub bytes: Vec<u8>,
     pub dtype: DType,
     pub shape: Vec<usize>,
 }
 
 /// A record without its tensors.
-pub(crate) struct Split {
+pub(in crate::train) struct Split {
     pub skeleton: Vec<u8>,
     pub tensors: Vec<RecordedTensor>,
 }
@@ -43,7 +43,7 @@ pub(crate) struct Split {
 const INVALID: &str = "it is no state that burn recorded, or was damaged";
 
 /// Why a state cannot be saved or loaded in parts.
-pub(crate) const NOT_ELEMENTWISE: &str =
+pub(in crate::train) const NOT_ELEMENTWISE: &str =
     "it has tensors of another shape than the parameter, so it is not element-wise";
 
 /// The keys of a tensor, in the order in which burn writes them.
@@ -60,13 +60,13 @@ const RANK: &str = "Rank";
 const DEPTH: usize = 128;
 
 /// Takes the record of a state apart.
-pub(crate) fn split(record: &[u8]) -> Result<Split, &'static str> {
+pub(in crate::train) fn split(record: &[u8]) -> Result<Split, &'static str> {
     split_value(record, &parse(record)?)
 }
 
 /// Takes the record of burn's `OptimizerAdaptor` apart: returns the ids of parameters and the states for them. `None`
 /// if the record is that of another optimizer.
-pub(crate) fn split_by_id(record: &[u8]) -> Result<Option<Vec<(String, Split)>>, &'static str> {
+pub(in crate::train) fn split_by_id(record: &[u8]) -> Result<Option<Vec<(String, Split)>>, &'static str> {
     let ValueRef::Map(entries) = parse(record)? else { return Ok(None) };
     let states = entries.iter().map(|(id, value)| {
         let state = single(value, VERSION).and_then(|value| single(value, RANK))?;
@@ -76,7 +76,7 @@ pub(crate) fn split_by_id(record: &[u8]) -> Result<Option<Vec<(String, Split)>>,
 }
 
 /// Puts a state together. `tensor` returns the tensor at a path.
-pub(crate) fn join<E>(
+pub(in crate::train) fn join<E>(
     skeleton: &[u8],
     mut tensor: impl FnMut(&str) -> Result<TensorBytes, E>,
     invalid: impl Fn(&'static str) -> E,
@@ -86,13 +86,13 @@ pub(crate) fn join<E>(
 }
 
 /// Returns the record of burn's `OptimizerAdaptor` with a state of a parameter with this number of dimensions.
-pub(crate) fn of_parameter(state: Value, dimensions: usize) -> Value {
+pub(in crate::train) fn of_parameter(state: Value, dimensions: usize) -> Value {
     let map = |name: String, value| Value::Map(vec![(name.into(), value)]);
     map(VERSION.into(), map(format!("{RANK}{dimensions}"), state))
 }
 
 /// Returns a record of any form with other names for the ids in it, which are keys of maps.
-pub(crate) fn rename(record: &[u8], new: &impl Fn(&str) -> Option<String>) -> Result<Vec<u8>, &'static str> {
+pub(in crate::train) fn rename(record: &[u8], new: &impl Fn(&str) -> Option<String>) -> Result<Vec<u8>, &'static str> {
     fn renamed(value: Value, new: &impl Fn(&str) -> Option<String>) -> Value {
         match value {
             Value::Map(entries) => {
@@ -110,7 +110,7 @@ pub(crate) fn rename(record: &[u8], new: &impl Fn(&str) -> Option<String>) -> Re
 }
 
 /// Encodes a record.
-pub(crate) fn encode(record: &Value) -> Result<Vec<u8>, &'static str> {
+pub(in crate::train) fn encode(record: &Value) -> Result<Vec<u8>, &'static str> {
     let mut bytes = Vec::new();
     write_value(&mut bytes, record).map_err(|_| INVALID)?;
     Ok(bytes)

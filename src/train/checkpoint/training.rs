@@ -11,17 +11,15 @@ use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use burn::tensor::{DType, Element};
 use rmpv::Value;
 
-use super::format::width;
-use super::own_part::{OwnPart, OwnParts};
 use super::state::{
     NOT_ELEMENTWISE, RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id,
 };
-use super::{Collect, Load, Parts, SAVING, Save, Set, Sink, Snapshot, argument, loaded, module};
-use crate::train::agree::{Parameter, rebuild, restore};
-use crate::train::data_parallel::describe_parameters;
-use crate::train::record::{load, load_compact, record, record_compact};
-use crate::train::training_state::TrainingState;
+use super::{Load, OwnParts, Save, loaded, module, stored};
+use crate::train::model::{Parameter, Parameters, rebuild, restore};
+use crate::train::record::{load, load_compact, record};
+use crate::train::training_state::{AnyState, LateRecord, Of, TrainingState};
 use bonfire_core::Error;
+use bonfire_train::checkpoint::{Collect, OwnPart, Parts, SAVING, Set, Sink, Snapshot, argument, width};
 
 /// The names of what a set has.
 const MODEL: &str = "model/";
@@ -35,36 +33,21 @@ const IDS: &str = "optimizer ids";
 /// What [`TRAINING`] is a record of.
 type Rest<B, S, U> = (<S as LrScheduler>::Record<B>, U, (u64, u64));
 
-impl<B, M, O, S, U> Save for &TrainingState<B, M, O, S, U>
-where
-    B: AutodiffBackend,
-    M: AutodiffModule<B>,
-    O: Optimizer<M, B>,
-    O::Record: 'static,
-    S: LrScheduler,
-    U: Record<B> + Clone,
-{
+impl<T: AnyState> Save for &T {
     fn snapshot(self) -> Result<Snapshot, Error> {
-        self.snapshot_of(OwnParts::new())
+        self.state().snapshot_of(OwnParts::new(), self.optimizer_record())
     }
 }
 
-impl<B, M, O, S, U> Load for &mut TrainingState<B, M, O, S, U>
-where
-    B: AutodiffBackend,
-    M: AutodiffModule<B>,
-    O: Optimizer<M, B>,
-    S: LrScheduler,
-    U: Record<B> + Clone,
-{
-    type Loaded = TrainingState<B, M, O, S, U>;
+impl<T: AnyState> Load for &mut T {
+    type Loaded = Of<T>;
 
     fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
-        self.read_of(set, &OwnParts::new())
+        self.state().read_of(set, &OwnParts::new())
     }
 
     fn replace(self, loaded: Self::Loaded) {
-        *self = loaded;
+        *self.state_mut() = loaded;
     }
 }
 
@@ -77,13 +60,9 @@ where
     U: Record<B> + Clone,
 {
     /// Returns what is to be saved of a state whose model has these parts, and whose optimizer has the state for them.
-    pub(in crate::train) fn snapshot_of(&self, own: OwnParts) -> Result<Snapshot, Error>
-    where
-        O::Record: 'static,
-    {
-        let (optimizer, parameters) = (self.optimizer.to_record(), describe_parameters::<B, M>(&self.model).1);
-        let model = own.clone();
-        let optimizer = move |parts: &mut Parts| collect_optimizer::<B, _>(optimizer, &parameters, &own, parts);
+    pub(in crate::train) fn snapshot_of(&self, own: OwnParts, optimizer: LateRecord) -> Result<Snapshot, Error> {
+        let (model, parameters) = (own.clone(), Parameters::<B>::of(&self.model).1);
+        let optimizer = move |parts: &mut Parts| collect_optimizer::<B>(optimizer()?, &parameters, &own, parts);
         self.snapshot_with(&model, Box::new(optimizer))
     }
 
@@ -133,7 +112,7 @@ where
 }
 
 /// Fails if the optimizer's state in the set is not one by parameter, as that of burn's element-wise optimizers.
-pub(crate) fn has_states(set: &Set) -> Result<(), Error> {
+pub(in crate::train) fn has_states(set: &Set) -> Result<(), Error> {
     match set.tensor(OPTIMIZER) {
         None => Ok(()),
         Some(_) => Err(argument("it was saved with an optimizer whose state cannot be sharded")),
@@ -141,13 +120,13 @@ pub(crate) fn has_states(set: &Set) -> Result<(), Error> {
 }
 
 /// Returns the name of a tensor of the optimizer's state for a parameter. Without a field it is that of the skeleton.
-pub(crate) fn state_name(parameter: &str, field: Option<&str>) -> String {
+pub(in crate::train) fn state_name(parameter: &str, field: Option<&str>) -> String {
     let field = field.map(|field| format!("/{field}"));
     format!("optimizer/{parameter}{}", field.unwrap_or_default())
 }
 
 /// Fails if burn would load the state for this parameter in another float type.
-pub(crate) fn check_state<B: AutodiffBackend>(
+pub(in crate::train) fn check_state<B: AutodiffBackend>(
     parameter: &Parameter<B>,
     tensors: &[RecordedTensor],
 ) -> Result<(), Error> {
@@ -164,13 +143,13 @@ pub(crate) fn check_state<B: AutodiffBackend>(
 }
 
 /// Adds the state of an optimizer, which is the same on all ranks for parameters that are.
-fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
-    optimizer: R,
+fn collect_optimizer<B: AutodiffBackend>(
+    record: Vec<u8>,
     parameters: &[Parameter<B>],
     own: &OwnParts,
     parts: &mut Parts,
 ) -> Result<(), Error> {
-    let record = Arc::new(record_compact::<B, R>(optimizer)?);
+    let record = Arc::new(record);
     let states = split_by_id(&record).map_err(|e| Error::broken(SAVING, format!("the optimizer's state: {e}")))?;
     let of = |id: &str| parameters.iter().find(|parameter| parameter.id.serialize() == id);
     let states: Option<Vec<_>> =
@@ -192,6 +171,7 @@ fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
         parts.add_value(state_name(&parameter.path, None), skeleton)?;
         for RecordedTensor { path, dtype, shape, bytes } in tensors {
             let (record, width, name) = (record.clone(), dtype.size(), state_name(&parameter.path, Some(&path)));
+            let dtype = stored(&name, dtype)?;
             let read = move |range: Range<usize>, sink: Sink<'_>| {
                 let start = bytes.start + range.start * width;
                 sink(&record[start..start + range.len() * width])
@@ -218,7 +198,7 @@ fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(
     if !own.is_empty() {
         has_states(set)?;
     }
-    let parameters = describe_parameters::<B, M>(model).1;
+    let parameters = Parameters::<B>::of(model).1;
     let invalid = |reason: &'static str| argument(format!("the optimizer's state: {reason}"));
     if let Some(record) = set.value(OPTIMIZER)? {
         let ids = set.value(IDS)?.unwrap_or_default();
@@ -230,7 +210,7 @@ fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(
         return rename(&record, &new).map_err(invalid);
     }
     let mut states = Vec::new();
-    for parameter in &parameters {
+    for parameter in parameters.iter() {
         let Some(skeleton) = set.value(&state_name(&parameter.path, None))? else { continue };
         let part = own.get(&parameter.id);
         let tensor = |field: &str| read_tensor(set, &state_name(&parameter.path, Some(field)), part);
@@ -246,7 +226,7 @@ fn read_tensor(set: &Set, name: &str, part: Option<&OwnPart>) -> Result<TensorBy
     let tensor = set.tensor(name).ok_or_else(missing)?;
     let dtype: DType = loaded(tensor.dtype).ok_or_else(missing)?;
     match part {
-        None => Ok(TensorBytes { bytes: set.read(name, 0..tensor.len())?, dtype, shape: tensor.shape.clone() }),
+        None => Ok(TensorBytes { bytes: set.read(name, 0..tensor.elements())?, dtype, shape: tensor.shape.clone() }),
         Some(part) if tensor.shape == part.whole => {
             Ok(TensorBytes { bytes: part.read(set, name, width(tensor.dtype))?, dtype, shape: part.shape.clone() })
         }
@@ -257,12 +237,11 @@ fn read_tensor(set: &Set, name: &str, part: Option<&OwnPart>) -> Result<TensorBy
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
-    use std::collections::BTreeMap;
-
+    use bonfire_core::Group;
+    use bonfire_train::checkpoint::Checkpoints;
     use burn::backend::{Autodiff, Flex};
     use burn::nn::{Linear, LinearConfig};
-    use burn::optim::AdamConfig;
-    use burn::optim::GradientsParams;
+    use burn::optim::{AdamConfig, GradientsParams};
     use burn::tensor::Tensor;
 
     use super::*;
@@ -272,34 +251,24 @@ mod tests {
     #[test]
     fn a_snapshot_does_not_change_with_the_training() {
         let linear = LinearConfig::new(2, 3).with_bias(false).init::<B>(&Default::default());
-        let mut state: TrainingState<B, Linear<B>, _, _> =
-            TrainingState::new(linear, AdamConfig::new().init(), 0.1, ());
+        let new = |model: Linear<B>| TrainingState::new(model, AdamConfig::new().init(), 0.1, ());
+        let mut state = new(linear);
         let train = |state: &mut TrainingState<B, Linear<B>, _, _>| {
             let mut grads = GradientsParams::new();
             grads.register(state.model.weight.id, Tensor::<Flex, 2>::ones([2, 3], &Default::default()));
             state.step(grads);
         };
-        let bytes = |snapshot: Snapshot| {
-            let mut parts = Parts::new(0, 1);
-            (snapshot.collect)(&mut parts).unwrap();
-            let parts = parts.into_list().0.into_iter().map(|part| {
-                let mut bytes = Vec::new();
-                (part.read)(&mut |piece| {
-                    bytes.extend_from_slice(piece);
-                    Ok(())
-                })
-                .unwrap();
-                (part.name, bytes)
-            });
-            parts.collect::<BTreeMap<_, _>>()
-        };
         train(&mut state);
-        let (now, later) = ((&state).snapshot().unwrap(), (&state).snapshot().unwrap());
-        let now = bytes(now);
+        let (then, snapshot) = (state.save().unwrap(), (&state).snapshot());
         (0..3).for_each(|_| train(&mut state));
-        assert_eq!(bytes(later), now);
-        let then = bytes((&state).snapshot().unwrap());
-        let names = ["model/weight", "optimizer/weight", "optimizer/weight/momentum.moment_2", "training"];
-        assert!(names.iter().all(|name| then[*name] != now[*name]));
+        assert_ne!(state.save().unwrap(), then);
+
+        let folder = tempfile::tempdir().unwrap();
+        let mut checkpoints = Checkpoints::new(&Group::threads(1).unwrap()[0], folder.path()).unwrap();
+        checkpoints.save(snapshot).unwrap();
+        let mut loaded = new(state.model.clone());
+        let read = checkpoints.load(|set| Load::read(&&mut loaded, set)).unwrap();
+        loaded = read.expect("a set");
+        assert_eq!(loaded.save().unwrap(), then);
     }
 }

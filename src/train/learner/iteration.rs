@@ -3,8 +3,8 @@
 use burn::data::dataloader::Progress;
 use burn_train::Interrupter;
 
-use crate::train::agree::all_gather_values;
 use bonfire_core::{Error, Group};
+use bonfire_train::agree::all_gather_values;
 
 /// What a rank reports.
 #[derive(Clone, Copy, Default)]
@@ -40,6 +40,11 @@ impl Iteration {
     /// Returns the number of batches.
     pub fn batches(&self) -> usize {
         self.weights.iter().filter(|weight| **weight > 0).count()
+    }
+
+    /// Returns a rank's share of the samples of all batches.
+    pub fn share(&self, rank: usize) -> f64 {
+        self.weights[rank] as f64 / self.weights.iter().sum::<u64>() as f64
     }
 
     /// Returns the progress of all ranks together.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burn::data::dataloader::Progress;
 use burn::module::{AutodiffModule, Module};
+use burn::tensor::backend::AutodiffBackend;
 use burn_train::metric::store::EventStoreClient;
 use burn_train::{
     CloneEarlyStoppingStrategy, EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
@@ -11,16 +12,17 @@ use burn_train::{
     TrainingItem, TrainingModel, ValidLoader,
 };
 
-use super::accumulation::{Accumulation, scaled};
 use super::iteration::{Iteration, Next, RankReport, agree};
 use super::resume;
 use crate::tensor::attempt::attempt;
-use crate::tensor::autodiff::CollectiveBackend;
 use crate::train::DataParallel;
-use crate::train::agree::{all_gather_values, all_or_none};
+use crate::train::adapter::scaled;
 use crate::train::record::recordable;
 use crate::train::resume::share;
 use bonfire_core::{Error, Group};
+use bonfire_train::agree::{all_gather_values, all_or_none};
+
+type Inner<LC> = <<LC as LearningComponentsTypes>::Backend as AutodiffBackend>::InnerBackend;
 
 type Device<LC> = burn::tensor::Device<<LC as LearningComponentsTypes>::Backend>;
 
@@ -55,10 +57,7 @@ pub(super) struct Rank<'a, LC: LearningComponentsTypes> {
 /// What rank 0 returns besides its model.
 type Processor<LC> = Option<SupervisedTrainingEventProcessor<LC>>;
 
-impl<LC: LearningComponentsTypes> Rank<'_, LC>
-where
-    LC::Backend: CollectiveBackend,
-{
+impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     /// Trains on this device. All ranks must call it concurrently.
     pub fn run(mut self, device: &Device<LC>) -> Result<(TrainingModel<LC>, Processor<LC>), Error> {
         self.compare_settings()?;
@@ -112,7 +111,7 @@ where
         let record = self.leader.as_ref().map_or(Ok(Vec::new()), |leader| {
             // A new optimizer has no state, so only a resumed one can be converted in a record.
             if self.settings.first_epoch > 1 {
-                recordable(ddp.parameters().iter().filter(|parameter| parameter.trained))?;
+                recordable(ddp.replicas.parameters.iter().filter(|parameter| parameter.trained))?;
             }
             resume::save(&self.learner, self.settings.first_epoch, &leader.store)
         });
@@ -128,7 +127,8 @@ where
     fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<bool, Error> {
         let train = self.train.clone();
         let mut batches = train.iter();
-        let mut accumulation = Accumulation::new(self.group.world_size());
+        // Iterations since the last step of the optimizer.
+        let mut accumulated = 0;
         let (mut count, mut processed) = (0, 0);
         loop {
             let batch = batches.next();
@@ -152,7 +152,10 @@ where
             };
             count += iteration.batches();
             (0..iteration.batches()).for_each(|_| self.learner.lr_step());
-            let item = self.iterate(ddp, &mut accumulation, &iteration, batch)?;
+            accumulated += 1;
+            let ends_step = accumulated >= self.settings.accumulation.unwrap_or(1);
+            let item = self.iterate(ddp, &iteration, batch, ends_step.then_some(accumulated))?;
+            accumulated *= usize::from(!ends_step);
             if let (Some(leader), Some(item)) = (&mut self.leader, item) {
                 let rate = Some(self.learner.lr_current());
                 let item = TrainingItem::new(item, iteration.progress(), epoch.clone(), Some(count), rate);
@@ -161,36 +164,52 @@ where
         }
     }
 
-    /// Trains with this rank's batch. Without one it takes part in what the other ranks do. Returns the model's output.
+    /// Trains with this rank's batch. Without one it takes part in what the other ranks do. `step` is the number of
+    /// iterations that a step of the optimizer uses, if this one ends them. Returns the model's output.
+    ///
+    /// burn adds up the gradients of the batches that it accumulates. Here each iteration contributes the mean over the
+    /// samples of all ranks: the weight of a rank's pass is its share of them, so the mean over all passes is that sum
+    /// divided by the number of iterations.
     fn iterate(
         &mut self,
-        ddp: &mut DataParallel<LC::Backend>,
-        accumulation: &mut Accumulation<LC::TrainingModel>,
+        ddp: &DataParallel<LC::Backend>,
         iteration: &Iteration,
         batch: Option<<LC::TrainingModel as TrainStep>::Input>,
+        step: Option<usize>,
     ) -> Result<Option<<LC::TrainingModel as TrainStep>::Output>, Error> {
-        let (rank, model) = (self.group.rank(), self.learner.model());
-        // The exchange is worth it after the last batch of an accumulation only.
-        if !accumulation.ends_with_next(self.settings.accumulation.unwrap_or(1)) {
-            let output = batch.map(|batch| attempt(|| model.step(batch))).transpose()?;
-            let (gradients, item) = output.map(|output| ((&model, output.grads), output.item)).unzip();
-            accumulation.add(rank, iteration, gradients, ddp.parameters());
-            return Ok(item);
-        }
-        let exchange = accumulation.exchange(rank, iteration, ddp.parameters());
-        let step = ddp.step(&model, exchange.samples)?;
-        // Its tensors share the parameters' memory, which the optimizer changes in place if it is the only owner.
-        drop(model);
-        // The mean of sums equals the sum of means, and takes one exchange.
-        step.accumulate(exchange.earlier);
+        let (model, share) = (self.learner.model(), iteration.share(self.group.rank()));
+        let Some(iterations) = step else {
+            let Some(batch) = batch else { return Ok(None) };
+            let pass = ddp.pass_of(&model, share)?;
+            let output = attempt(|| pass.model().step(batch))?;
+            pass.finish_trained(output.grads)?;
+            return Ok(Some(output.item));
+        };
         let (gradients, item) = match batch {
             Some(batch) => {
-                let output = attempt(|| step.model().step(batch))?;
-                (step.finish_with(&output.grads)?, Some(output.item))
+                let pass = ddp.last_pass_of(&model, share)?;
+                // Its tensors share the parameters' memory, which the optimizer changes in place if it is the only
+                // owner.
+                drop(model);
+                let output = attempt(|| pass.model().step(batch))?;
+                (pass.finish_trained(output.grads)?, Some(output.item))
             }
-            None => (step.skip()?, None),
+            None => {
+                let gradients = ddp.skip(&model)?;
+                drop(model);
+                (gradients, None)
+            }
         };
-        self.learner.optimizer_step(scaled(gradients, ddp.parameters(), exchange.factor));
+        let gradients = match iterations {
+            1 => gradients,
+            _ => {
+                let parameters = &ddp.replicas.parameters;
+                let all = parameters.take(gradients).0.into_iter();
+                parameters
+                    .gradients(all.map(|(position, mean)| (position, scaled::<Inner<LC>>(mean, iterations as f64))))
+            }
+        };
+        self.learner.optimizer_step(gradients);
         Ok(item)
     }
 }

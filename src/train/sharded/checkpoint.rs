@@ -6,21 +6,24 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::lr_scheduler::LrScheduler;
 use burn::module::AutodiffModule;
-use burn::optim::{Optimizer, SimpleOptimizer};
+use burn::optim::SimpleOptimizer;
 use burn::record::Record;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::ShardedOptimizer;
-use crate::train::agree::Parameter;
 use crate::train::checkpoint::{
-    Load, NOT_ELEMENTWISE, OwnParts, Parts, SAVING, Save, Set, Sink, Snapshot, Split, TensorBytes, argument,
-    check_state, encode, has_states, join, loaded, split, state_name,
+    Load, NOT_ELEMENTWISE, OwnParts, Save, Split, TensorBytes, check_state, encode, has_states, join, loaded, split,
+    state_name, stored,
 };
+use crate::train::model::Parameter;
 use crate::train::record::{load_compact, record_compact};
-use crate::train::training_state::TrainingState;
+use crate::train::training_state::{AnyState, Of};
 use bonfire_core::{Error, partition};
+use bonfire_train::checkpoint::{Parts, SAVING, Set, Sink, Snapshot, argument};
+
+/// The backend of a state without gradients.
+type Inner<T> = <<T as AnyState>::Backend as AutodiffBackend>::InnerBackend;
 
 impl<O, M, B> ShardedOptimizer<O, M, B>
 where
@@ -35,22 +38,14 @@ where
     /// [`Error::Io`] if the state cannot be recorded, [`Error::Broken`] if it is not element-wise.
     pub fn state_bytes(&self) -> Result<usize, Error> {
         let mut bytes = 0;
-        for ((own, parameter), state) in self.own_slices().into_iter().zip(&self.shards.parameters).zip(&self.states) {
+        for (position, (parameter, state)) in self.of.parameters.iter().zip(&self.states).enumerate() {
             if let Some(state) = state {
+                let own = self.of.layout.range(position);
                 let (_, Split { tensors, .. }) = split_slice::<B, _>(state.clone(), own.len(), &parameter.path)?;
                 bytes += tensors.len() * own.len() * parameter.element.size();
             }
         }
         Ok(bytes)
-    }
-
-    /// Returns this rank's slice of each parameter, by position.
-    fn own_slices(&self) -> Vec<Range<usize>> {
-        let mut own = vec![0..0; self.shards.parameters.len()];
-        for span in self.shards.layout.iter().flat_map(|layout| &layout.spans) {
-            own[span.position] = span.slice();
-        }
-        own
     }
 
     /// Reads the state for this rank's slice of a parameter.
@@ -74,58 +69,54 @@ where
     }
 }
 
-impl<O, M, B, P, S, U> Save for (&TrainingState<B, M, P, S, U>, &ShardedOptimizer<O, M, B>)
+impl<T, O> Save for (&T, &ShardedOptimizer<O, T::Model, T::Backend>)
 where
-    O: SimpleOptimizer<B::InnerBackend> + 'static,
-    M: AutodiffModule<B>,
-    B: AutodiffBackend,
-    P: Optimizer<M, B>,
-    S: LrScheduler,
-    U: Record<B> + Clone,
+    T: AnyState,
+    O: SimpleOptimizer<Inner<T>> + 'static,
 {
     fn snapshot(self) -> Result<Snapshot, Error> {
         let (state, optimizer) = self;
-        if let Some(error) = &optimizer.failure {
-            return Err(error.clone());
+        let groups = &optimizer.of.groups;
+        if let Some(error) = groups.main.failure() {
+            return Err(error);
         }
         // Ranks that hold the same part have the same index in their blocks.
-        let replicas = (optimizer.shards.replica_group.world_size(), optimizer.shards.replica_group.rank());
-        let slices = optimizer.own_slices().into_iter().zip(&optimizer.shards.parameters).zip(&optimizer.states);
-        let slices = slices.filter_map(|((own, parameter), state)| Some((own, parameter.clone(), state.clone()?)));
+        let replicas = (groups.replicas.world_size(), groups.replicas.rank());
+        let states = optimizer.of.parameters.iter().zip(&optimizer.states).enumerate();
+        let slices = states.filter_map(|(position, (parameter, state))| {
+            Some((optimizer.of.layout.range(position), parameter.clone(), state.clone()?))
+        });
         let slices: Vec<_> = slices.collect();
         let collect = move |parts: &mut Parts| {
             let add = |(own, parameter, state)| add_slice(state, own, &parameter, replicas, parts);
             slices.into_iter().try_for_each(add)
         };
-        state.snapshot_with(&OwnParts::new(), Box::new(collect))
+        state.state().snapshot_with(&OwnParts::new(), Box::new(collect))
     }
 }
 
-impl<O, M, B, P, S, U> Load for (&mut TrainingState<B, M, P, S, U>, &mut ShardedOptimizer<O, M, B>)
+impl<T, O> Load for (&mut T, &mut ShardedOptimizer<O, T::Model, T::Backend>)
 where
-    O: SimpleOptimizer<B::InnerBackend> + 'static,
-    M: AutodiffModule<B>,
-    B: AutodiffBackend,
-    P: Optimizer<M, B>,
-    S: LrScheduler,
-    U: Record<B> + Clone,
+    T: AnyState,
+    O: SimpleOptimizer<Inner<T>> + 'static,
 {
-    type Loaded = (TrainingState<B, M, P, S, U>, Vec<Option<O::State<1>>>);
+    type Loaded = (Of<T>, Vec<Option<O::State<1>>>);
 
     fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
         let (state, optimizer) = self;
-        let loaded = state.read_without_optimizer(set, &OwnParts::new())?;
+        let loaded = state.state().read_without_optimizer(set, &OwnParts::new())?;
         has_states(set)?;
-        let slices = optimizer.own_slices().into_iter().zip(&optimizer.shards.parameters);
-        let states = slices.map(|(own, parameter)| optimizer.read_slice(set, parameter, own));
+        let parameters = optimizer.of.parameters.iter().enumerate();
+        let states = parameters
+            .map(|(position, parameter)| optimizer.read_slice(set, parameter, optimizer.of.layout.range(position)));
         Ok((loaded, states.collect::<Result<_, _>>()?))
     }
 
     fn replace(self, (loaded, states): Self::Loaded) {
         let (state, optimizer) = self;
-        *state = loaded;
-        // As after the start: the next two steps compare the models.
-        (optimizer.states, optimizer.steps) = (states, 0);
+        *state.state_mut() = loaded;
+        optimizer.states = states;
+        optimizer.replicas.steps.restart();
     }
 }
 
@@ -152,7 +143,8 @@ fn add_slice<B: AutodiffBackend, R: Record<B::InnerBackend>>(
         let bytes = start..start + part.len() * width;
         let name = state_name(&parameter.path, Some(&tensor.path));
         let read = Box::new(move |sink: Sink<'_>| sink(&record[bytes]));
-        parts.add(name, tensor.dtype, parameter.shape.as_slice(), range.clone(), read)?;
+        let dtype = stored(&name, tensor.dtype)?;
+        parts.add(name, dtype, parameter.shape.as_slice(), range.clone(), read)?;
     }
     Ok(())
 }

@@ -288,7 +288,10 @@ impl Rank {
         let grads = model::gradients(&state.model, &shard);
         if let Some(optimizer) = sharded {
             let rate = state.scheduler.step();
-            self.phase(Phase::Step, || optimizer.step(rate, &mut state.model, grads, shard.len()))?;
+            self.phase(Phase::Step, || {
+                let parts = optimizer.sync(&state.model, grads, shard.len())?;
+                optimizer.step(rate, &mut state.model, parts)
+            })?;
             state.batch += 1;
         } else {
             let grads = self.phase(Phase::Sync, || ddp.sync(&state.model, grads, shard.len()))?;

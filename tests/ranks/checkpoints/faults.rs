@@ -14,8 +14,8 @@ use super::{loaded, saved};
 /// Saves on two ranks, and fails. Returns the error, which is the same on both.
 fn fails(folder: &Path) -> Error {
     let mut errors = ranks(2, |group| {
-        let (mut state, mut ddp) = start(group, 2);
-        (0..3).for_each(|_| step(&mut state, &mut ddp));
+        let (mut state, ddp) = start(group, 2);
+        (0..3).for_each(|_| step(&mut state, &ddp));
         let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
         let error = checkpoints.save(&state).unwrap_err();
         // The group is still usable.
@@ -71,8 +71,8 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before() {
             let threads = groups.into_iter().map(|group| {
                 let folder = &folder;
                 scope.spawn(move || {
-                    let (mut state, mut ddp) = start(group, 2);
-                    (0..3).for_each(|_| step(&mut state, &mut ddp));
+                    let (mut state, ddp) = start(group, 2);
+                    (0..3).for_each(|_| step(&mut state, &ddp));
                     let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
                     if ddp.group().rank() == 1 {
                         syscalls::fail(failing).expect("a filter");

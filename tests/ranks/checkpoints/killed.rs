@@ -31,12 +31,12 @@ fn ranks_killed_at_a_hundred_moments_leave_a_complete_set() {
 
 /// A rank: goes on from the newest set, and saves after each step.
 fn save_until_killed(folder: &Path) {
-    let (mut state, mut ddp) = start(Group::from_env().expect("the ranks find each other"), 2);
+    let (mut state, ddp) = start(Group::from_env().expect("the ranks find each other"), 2);
     let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
     checkpoints.load(&mut state).unwrap();
     // The parent kills other ranks, whose peers get errors.
     for number in 0.. {
-        step(&mut state, &mut ddp);
+        step(&mut state, &ddp);
         let saved = match number % 2 {
             0 => checkpoints.save(&state),
             _ => checkpoints.save_in_background(&state),

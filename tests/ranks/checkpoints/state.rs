@@ -65,7 +65,7 @@ pub fn initial(model: Net<B>) -> State {
 }
 
 /// A step on the same sample on all ranks, whose mean is that of one rank: all sums are exact.
-pub fn step(state: &mut State, ddp: &mut DataParallel<B>) {
+pub fn step(state: &mut State, ddp: &DataParallel<B>) {
     let grads = gradients(state);
     let grads = ddp.sync(&state.model, grads, 1).unwrap();
     apply(state, grads);

@@ -145,18 +145,19 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
             Parallel::Replicas(ddp, Some(optimizer)) => {
                 let loss = state.model.loss(chosen);
                 let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-                optimizer.step(0.01, &mut state.model, grads, count)?;
+                let parts = optimizer.sync(&state.model, grads, count)?;
+                optimizer.step(0.01, &mut state.model, parts)?;
                 state.batch += 1;
                 ddp.mean(&[number(&loss)], count)?
             }
             Parallel::Parts(fsdp) => {
-                let running = fsdp.step(&state.model, count)?;
+                let running = fsdp.last_pass(&state.model, count)?;
                 (self.within)(0);
                 let loss = running.model().loss(chosen);
                 let number = number(&loss);
                 (self.within)(1);
-                let grads = running.finish(loss.backward())?;
-                state.step(grads);
+                let parts = running.finish(&mut loss.backward())?;
+                state.step(parts.for_optimizer(&state.optimizer)?);
                 fsdp.mean(&[number], count)?
             }
         };

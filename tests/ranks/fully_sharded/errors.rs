@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use bonfire::{DeviceMesh, Error, FullyShardedParallel, Group, ShardedBlock};
+use bonfire::{DeviceMesh, Error, FullyShardedParallel, Group, Parts, ShardedBlock};
 use bonfire_testing::{Kind, ranks, run_ranks, run_ranks_with};
 use burn::backend::Flex;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -13,7 +13,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::SgdConfig;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
@@ -111,21 +111,22 @@ type Fsdp = FullyShardedParallel<Training>;
 /// errors.
 fn errors(
     n: usize,
-    wrong: impl Fn(&mut Fsdp, &Deep<Training>, usize) -> Result<GradientsParams, Error> + Sync,
+    wrong: impl Fn(&Fsdp, &Deep<Training>, usize) -> Result<Parts<Training>, Error> + Sync,
 ) -> Vec<Error> {
     ranks(n, |group| {
         let rank = group.rank();
-        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
-        let good = |fsdp: &mut Fsdp| {
-            let step = fsdp.step(&model, 1).unwrap();
-            let grads = step.model().loss(1).backward();
-            step.finish(grads).unwrap()
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
+        let good = || {
+            let step = fsdp.last_pass(&model, 1).unwrap();
+            let mut grads = step.model().loss(1).backward();
+            let parts = step.finish(&mut grads).unwrap();
+            parts.for_optimizer(&SgdConfig::new().init::<Training, Deep<Training>>()).unwrap()
         };
-        good(&mut fsdp);
-        let error = wrong(&mut fsdp, &model, rank).err().unwrap();
+        good();
+        let error = wrong(&fsdp, &model, rank).err().unwrap();
         match error {
-            Error::InvalidArgument { .. } => assert_eq!(good(&mut fsdp).len(), 9),
-            _ => assert!(fsdp.step(&model, 1).is_err()),
+            Error::InvalidArgument { .. } => assert_eq!(good().len(), 9),
+            _ => assert!(fsdp.last_pass(&model, 1).is_err()),
         }
         error
     })
@@ -142,10 +143,10 @@ fn a_part_that_is_used_as_the_whole_is_an_error_on_all_ranks() {
     let by_hand = |model: &Deep<Training>| -> Loss { model.scale.val().sum() };
     check(
         errors(2, |fsdp, model, rank| {
-            let step = fsdp.step(model, 1)?;
+            let step = fsdp.last_pass(model, 1)?;
             let loss = step.model().loss(1);
             let loss = if rank == 1 { loss + by_hand(model) } else { loss };
-            step.finish(loss.backward())
+            step.finish(&mut loss.backward())
         }),
         "rank 1 has used its part of `scale` as if it were the whole parameter",
     );
@@ -155,28 +156,29 @@ fn a_part_that_is_used_as_the_whole_is_an_error_on_all_ranks() {
 fn a_missing_and_a_second_backward_pass_are_errors_on_all_ranks() {
     check(
         errors(2, |fsdp, model, rank| {
-            let step = fsdp.step(model, 1)?;
+            let mut other = values([1], 1, DType::F32).require_grad().backward();
+            let step = fsdp.last_pass(model, 1)?;
             let loss = step.model().loss(1);
-            if rank == 1 { step.skip() } else { step.finish(loss.backward()) }
+            if rank == 1 { step.finish(&mut other) } else { step.finish(&mut loss.backward()) }
         }),
         "rank 1 has samples, and no gradient has arrived",
     );
     check(
         errors(2, |fsdp, model, _| {
-            let step = fsdp.step(model, 1)?;
+            let step = fsdp.last_pass(model, 1)?;
             step.model().loss(1).backward();
-            let grads = step.model().loss(2).backward();
-            step.finish(grads)
+            let mut grads = step.model().loss(2).backward();
+            step.finish(&mut grads)
         }),
         "rank 0 has two gradients of `",
     );
     check(
         errors(2, |fsdp, model, _| {
-            let step = fsdp.step(model, 1)?;
+            let step = fsdp.last_pass(model, 1)?;
             let x = || values([3, WIDTH], 1, DType::F32);
             step.model().layers[0].run(|layer| layer.forward(x())).sum().backward();
-            let grads = step.model().layers[1].run(|layer| layer.forward(x())).sum().backward();
-            step.finish(grads)
+            let mut grads = step.model().layers[1].run(|layer| layer.forward(x())).sum().backward();
+            step.finish(&mut grads)
         }),
         "rank 0 has two gradients of `layers.1.",
     );
@@ -186,9 +188,9 @@ fn a_missing_and_a_second_backward_pass_are_errors_on_all_ranks() {
 fn steps_on_which_the_ranks_do_not_agree_are_errors_on_all_ranks() {
     check(
         errors(2, |fsdp, model, _| {
-            let step = fsdp.step(model, 0)?;
-            let grads = step.model().loss(1).backward();
-            step.finish(grads)
+            let step = fsdp.last_pass(model, 0)?;
+            let mut grads = step.model().loss(1).backward();
+            step.finish(&mut grads)
         }),
         "no rank has any samples",
     );
@@ -198,18 +200,15 @@ fn steps_on_which_the_ranks_do_not_agree_are_errors_on_all_ranks() {
             if rank == 1 {
                 other.layers.truncate(3);
             }
-            let step = fsdp.step(&other, 1)?;
-            let grads = step.model().loss(1).backward();
-            step.finish(grads)
+            let step = fsdp.last_pass(&other, 1)?;
+            let mut grads = step.model().loss(1).backward();
+            step.finish(&mut grads)
         }),
         "rank 1's model does not have `layers.3.weight` as it was at the start",
     );
     check(
         errors(2, |fsdp, model, rank| {
-            let grads = fsdp.step(model, 1)?;
-            let loss = grads.model().loss(1).backward();
-            let grads = grads.finish(loss)?;
-            fsdp.clip_norm(grads, 1.0 + rank as f64)
+            fsdp.run(model, [1], |model, seed| (model.loss(seed), 1))?.clip_norm(1.0 + rank as f64)
         }),
         "rank 0 clips to 1 and rank 1 to 2",
     );
@@ -219,29 +218,16 @@ fn steps_on_which_the_ranks_do_not_agree_are_errors_on_all_ranks() {
 fn different_blocks_are_a_mismatch_on_all_ranks() {
     for skipped in 0..4 {
         let errors = errors(3, |fsdp, model, rank| {
-            let step = fsdp.step(model, 1)?;
+            let step = fsdp.last_pass(model, 1)?;
             let x = values([3, WIDTH], 1, DType::F32) * step.model().scale.val().unsqueeze();
             let used = step.model().layers.iter().enumerate().filter(|(i, _)| rank != 1 || *i != skipped);
             let x = used.fold(x, |x, (_, layer)| layer.run(|layer| layer.forward(x).tanh()));
-            step.finish(x.sum().backward())
+            step.finish(&mut x.sum().backward())
         });
         for error in &errors {
             assert!(matches!(error, Error::Mismatch { .. }), "{error}");
             assert!(error.to_string().contains("block "), "{error}");
         }
-    }
-    // A rank that skips the first step does not know what the others gather.
-    for error in ranks(2, |group| {
-        let rank = group.rank();
-        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(2)).unwrap();
-        let step = fsdp.step(&model, 1 - rank).unwrap();
-        if rank == 1 {
-            return step.skip().err().unwrap();
-        }
-        let grads = step.model().loss(1).backward();
-        step.finish(grads).err().unwrap()
-    }) {
-        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
     }
 }
 
@@ -249,13 +235,13 @@ fn different_blocks_are_a_mismatch_on_all_ranks() {
 fn a_step_that_is_dropped_fails_on_all_ranks() {
     check(
         errors(2, |fsdp, model, rank| {
-            let step = fsdp.step(model, 1)?;
+            let step = fsdp.last_pass(model, 1)?;
             if rank == 1 {
                 drop(step);
-                return fsdp.step(model, 1).map(|_| GradientsParams::new());
+                return fsdp.skip(model);
             }
-            let grads = step.model().loss(1).backward();
-            step.finish(grads)
+            let mut grads = step.model().loss(1).backward();
+            step.finish(&mut grads)
         }),
         "rank 1 has dropped its training step",
     );
@@ -264,10 +250,10 @@ fn a_step_that_is_dropped_fails_on_all_ranks() {
 #[test]
 fn a_clone_of_the_steps_model_is_not_a_number_afterwards() {
     ranks(2, |group| {
-        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(2)).unwrap();
-        let step = fsdp.step(&model, 1).unwrap();
-        let (unused, grads) = (step.model().clone(), step.model().loss(1).backward());
-        step.finish(grads).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(2)).unwrap();
+        let step = fsdp.last_pass(&model, 1).unwrap();
+        let (unused, mut grads) = (step.model().clone(), step.model().loss(1).backward());
+        drop(step.finish(&mut grads).unwrap());
         assert!(unused.loss(1).into_scalar().is_nan());
     });
 }
@@ -297,9 +283,9 @@ fn a_rank_that_is_lost_in_the_middle_of_a_step_is_named_on_all_others() {
             let results = run_ranks(kind, 3, move |group| {
                 let rank = group.rank();
                 let steps = || {
-                    let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
+                    let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
                     for number in 0..3 {
-                        let step = fsdp.step(&model, 1).unwrap();
+                        let step = fsdp.last_pass(&model, 1).unwrap();
                         let mut x = values([3, WIDTH], 1, DType::F32) * step.model().scale.val().unsqueeze();
                         for (i, layer) in step.model().layers.iter().enumerate() {
                             if rank == 1 && number == 2 && i == 3 {
@@ -308,7 +294,7 @@ fn a_rank_that_is_lost_in_the_middle_of_a_step_is_named_on_all_others() {
                             }
                             x = layer.run(|layer| layer.forward(x).tanh());
                         }
-                        if let Err(error) = step.finish(x.sum().backward()) {
+                        if let Err(error) = step.finish(&mut x.sum().backward()) {
                             assert_eq!(number, 2, "{error}");
                             return error;
                         }
@@ -337,8 +323,8 @@ fn another_backward_pass_between_the_passes_ends_by_the_deadline() {
     let heard = Arc::new(Mutex::new(heard));
     let results = run_ranks_with(Kind::Threads, 2, settings, move |group| {
         let rank = group.rank();
-        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(8)).unwrap();
-        let step = fsdp.step(&model, 1).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(8)).unwrap();
+        let step = fsdp.last_pass(&model, 1).unwrap();
         let loss = step.model().loss(1);
         if rank == 1 {
             heard.lock().unwrap().recv().unwrap();
@@ -347,7 +333,7 @@ fn another_backward_pass_between_the_passes_ends_by_the_deadline() {
         } else {
             told.send(()).unwrap();
         }
-        step.finish(loss.backward()).map(drop)
+        step.finish(&mut loss.backward()).map(drop)
     });
     // Rank 1 may have been quick enough.
     for error in results.into_iter().filter_map(Result::err) {
@@ -359,12 +345,12 @@ fn another_backward_pass_between_the_passes_ends_by_the_deadline() {
 fn a_rank_whose_backward_pass_has_ended_keeps_no_rank_waiting() {
     // Each rank's backward pass ends at another time, and is followed by another one, while others are in theirs.
     ranks(4, |group| {
-        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(8)).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(8)).unwrap();
         for number in 0..30 {
-            let step = fsdp.step(&model, 1).unwrap();
-            let grads = step.model().loss(number).backward();
+            let step = fsdp.last_pass(&model, 1).unwrap();
+            let mut grads = step.model().loss(number).backward();
             values([3], 1, DType::F32).require_grad().sum().backward();
-            step.finish(grads).unwrap();
+            drop(step.finish(&mut grads).unwrap());
             values([3], 1, DType::F32).require_grad().sum().backward();
         }
     });
@@ -374,10 +360,10 @@ fn a_rank_whose_backward_pass_has_ended_keeps_no_rank_waiting() {
 fn a_model_without_parameters_to_train_is_an_error() {
     for error in ranks(2, |group| {
         let frozen = Param::from_tensor(Tensor::<Training, 1>::ones([3], &Default::default())).set_require_grad(false);
-        let (model, mut fsdp) = FullyShardedParallel::new(group, vec![frozen]).unwrap();
-        let step = fsdp.step(&model, 1).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, vec![frozen]).unwrap();
+        let step = fsdp.last_pass(&model, 1).unwrap();
         let loss = step.model()[0].val().sum() * values([1], 1, DType::F32).require_grad();
-        text(step.finish(loss.backward()).err().unwrap())
+        text(step.finish(&mut loss.backward()).err().unwrap())
     }) {
         assert!(error.contains("the model has no parameters to train"), "{error}");
     }

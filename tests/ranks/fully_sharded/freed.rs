@@ -39,8 +39,8 @@ fn freed<C: CheckpointStrategy>(embed_as_burn: bool) -> Vec<bool> {
             norm: ShardedBlock::new(LayerNormConfig::new(WIDTH).init(&device)),
             other: ShardedBlock::new(LinearConfig::new(WIDTH, WIDTH).init(&device)),
         };
-        let (model, mut fsdp) = FullyShardedParallel::new(group, model).unwrap();
-        let step = fsdp.step(&model, 1).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, model).unwrap();
+        let step = fsdp.last_pass(&model, 1).unwrap();
         let model = step.model();
         let mut held: Vec<FlexTensor> = Vec::new();
         let mut hold = |weight: Tensor<Autodiff<Flex, C>, 2>| held.push(weight.into_primitive().tensor().primitive);
@@ -70,9 +70,9 @@ fn freed<C: CheckpointStrategy>(embed_as_burn: bool) -> Vec<bool> {
         });
         // The convolution's was reshaped to be held here, which makes a tensor of its own where it is kept.
         let freed = held.iter().map(FlexTensor::is_unique).collect();
-        let grads = x.powf_scalar(2.0).mean().backward();
+        let mut grads = x.powf_scalar(2.0).mean().backward();
         assert!(held.iter().all(FlexTensor::is_unique), "after the backward pass");
-        step.finish(grads).unwrap();
+        drop(step.finish(&mut grads).unwrap());
         freed
     })
     .remove(0)

@@ -105,18 +105,19 @@ fn with_frozen_parameters_it_has_the_bits_of_replicas() {
 fn frozen_parameters_are_cut_and_gathered_only_where_they_are_needed() {
     ranks(3, |group| {
         let whole = Adapted::new(DType::F32);
-        let (mut model, mut fsdp) = FullyShardedParallel::new(group, whole.clone()).unwrap();
+        let (mut model, fsdp) = FullyShardedParallel::new(group, whole.clone()).unwrap();
         for step in 0..4 {
             let weights =
                 [&model.trunk[0].clone().into_inner().weight, &model.layers[0].clone().into_inner().frozen.weight];
             for weight in weights {
                 assert_eq!((weight.dims(), weight.is_require_grad()), ([WIDTH.div_ceil(3), WIDTH], false));
             }
-            let running = fsdp.step(&model, 1).unwrap();
-            let grads = running.model().loss(step..step + 1).backward();
-            let grads = running.finish(grads).unwrap();
+            let running = fsdp.last_pass(&model, 1).unwrap();
+            let mut grads = running.model().loss(step..step + 1).backward();
+            let mut optimizer = SgdConfig::new().init();
+            let grads = running.finish(&mut grads).unwrap().for_optimizer(&optimizer).unwrap();
             assert_eq!(grads.len(), 3 * 4, "gradients of what is trained");
-            model = SgdConfig::new().init().step(0.1, model, grads);
+            model = optimizer.step(0.1, model, grads);
             let counts = fsdp.gather_counts();
             // One of the blocks is that of the parameters in no block. The backward pass comes to no frozen block, and
             // from the second step on the last block stays for it.
@@ -136,8 +137,8 @@ fn frozen_parameters_are_cut_and_gathered_only_where_they_are_needed() {
 #[test]
 fn frozen_parameters_are_freed_after_the_run_of_their_block() {
     ranks(2, |group| {
-        let (model, mut fsdp) = FullyShardedParallel::new(group, Adapted::new(DType::F32)).unwrap();
-        let step = fsdp.step(&model, 1).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, Adapted::new(DType::F32)).unwrap();
+        let step = fsdp.last_pass(&model, 1).unwrap();
         let mut held: Vec<FlexTensor> = Vec::new();
         let mut hold = |linear: &Linear<Training>| {
             held.push(linear.weight.val().into_primitive().tensor().primitive);
@@ -156,9 +157,9 @@ fn frozen_parameters_are_freed_after_the_run_of_their_block() {
             });
         }
         assert_eq!(held.iter().map(FlexTensor::is_unique).collect::<Vec<_>>(), [true; 6]);
-        let grads = x.mean().backward();
+        let mut grads = x.mean().backward();
         assert!(held.iter().all(FlexTensor::is_unique), "after the backward pass");
-        step.finish(grads).unwrap();
+        drop(step.finish(&mut grads).unwrap());
     });
 }
 
@@ -179,14 +180,14 @@ fn running_states_stay_whole_and_averaging_them_leaves_frozen_parts() {
             last: LinearConfig::new(WIDTH, 1).init(&device),
         };
         let rank = group.rank();
-        let (model, mut fsdp) = FullyShardedParallel::new(group, model).unwrap();
-        let step = fsdp.step(&model, 1).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group, model).unwrap();
+        let step = fsdp.last_pass(&model, 1).unwrap();
         let inner = step.model();
         let x = values([4, WIDTH, 2], rank, DType::F32).swap_dims(1, 2).reshape([8, WIDTH]);
         let x = inner.frozen.run(|linear| linear.forward(x));
         let x = inner.norm.run(|norm| norm.forward(x.reshape([8, WIDTH, 1])));
         let loss = inner.last.forward(x.reshape([8, WIDTH])).powf_scalar(2.0).mean();
-        step.finish(loss.backward()).unwrap();
+        drop(step.finish(&mut loss.backward()).unwrap());
         let part = model.frozen.clone().into_inner().weight.to_data();
         let running = |model: &Normed<Training>| {
             let values = floats(&model.norm);

@@ -9,7 +9,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::{AdamConfig, GradientsParams, Optimizer};
+use burn::optim::{AdamConfig, Optimizer};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation};
 
@@ -202,7 +202,7 @@ pub fn train<M: AutodiffModule<Training>>(
     let mut losses = Vec::new();
     let number = |loss: &Loss| loss.clone().into_data().iter::<f64>().next().unwrap();
     if let Form::Replicas | Form::Optimizer | Form::OptimizerOn(_) = form {
-        let (mut model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+        let (mut model, ddp) = DataParallel::new(group.clone(), model).unwrap();
         let mut optimizer = AdamConfig::new().init::<Training, M>();
         let mut sharded = match form {
             Form::OptimizerOn(ranks) => {
@@ -214,16 +214,18 @@ pub fn train<M: AutodiffModule<Training>>(
         };
         for step in 0..steps {
             if form == Form::Replicas {
-                let running = ddp.step(&model, 1).unwrap();
+                let running = ddp.last_pass(&model, 1).unwrap();
                 let loss = loss(running.model(), step);
                 losses.push(number(&loss));
-                let grads = running.finish(loss.backward()).unwrap();
+                let grads = running.finish(&mut loss.backward()).unwrap();
                 model = optimizer.step(RATE, model, grads);
             } else {
-                let loss = loss(&model, step);
-                losses.push(number(&loss));
-                let grads = GradientsParams::from_grads(loss.backward(), &model);
-                sharded.step(RATE, &mut model, grads, 1).unwrap();
+                let parts = sharded.run(&model, [()], |model, ()| {
+                    let loss = loss(model, step);
+                    losses.push(number(&loss));
+                    (loss, 1)
+                });
+                sharded.step(RATE, &mut model, parts.unwrap()).unwrap();
             }
         }
         return (losses.iter().map(|loss| ddp.mean(&[*loss], 1).unwrap()[0]).collect(), floats(&model));
@@ -241,11 +243,11 @@ pub fn train<M: AutodiffModule<Training>>(
     }
     let mut optimizer = AdamConfig::new().init::<Training, M>();
     for step in 0..steps {
-        let running = fsdp.step(&model, 1).unwrap();
+        let running = fsdp.last_pass(&model, 1).unwrap();
         let loss = loss(running.model(), step);
         losses.push(number(&loss));
-        let grads = running.finish(loss.backward()).unwrap();
-        model = optimizer.step(RATE, model, grads);
+        let parts = running.finish(&mut loss.backward()).unwrap();
+        model = optimizer.step(RATE, model, parts.for_optimizer(&optimizer).unwrap());
     }
     let whole = fsdp.gather(&model).unwrap();
     (losses.iter().map(|loss| fsdp.mean(&[*loss], 1).unwrap()[0]).collect(), floats(&whole))

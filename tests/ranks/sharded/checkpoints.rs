@@ -11,7 +11,7 @@ fn advance<O: SimpleOptimizer<Flex> + 'static>(
 ) {
     for step in steps {
         let grads = step_gradients(model, step);
-        optimizer.step(0.01, model, grads, 1).unwrap();
+        super::advance(optimizer, 0.01, model, grads, 1).unwrap();
     }
 }
 
@@ -73,7 +73,7 @@ fn state_is_loaded_with_and_without_sharding() {
     let whole = ranks(3, |group| six_steps(group, Sharding::All, folder.path(), false)).remove(0);
     let again = tempfile::tempdir().unwrap();
     let plain = ranks(2, |group| {
-        let (model, mut ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+        let (model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
         let mut state = State::new(model, AdamConfig::new().init(), 0.01, ());
         assert!(Checkpoints::new(ddp.group(), folder.path()).unwrap().load(&mut state).unwrap());
         Checkpoints::new(ddp.group(), again.path()).unwrap().save(&state).unwrap();

@@ -18,12 +18,12 @@ fn joining_ranks_whose_layers_communicate_is_a_typed_error() {
     let errors = ranks(2, |group| {
         let (device, rank) = (Default::default(), group.rank());
         let model = SyncBatchNormConfig::new(3).init::<Training>(&group, &device);
-        let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+        let (model, ddp) = DataParallel::new(group, model).unwrap();
         for number in 0..=rank {
-            let Ok(step) = ddp.step(&model, 2) else { break };
+            let Ok(step) = ddp.last_pass(&model, 2) else { break };
             let loss =
                 attempt(|| step.model().forward(values([2, 3], rank + number)).powf_scalar(2.0).mean().backward());
-            match loss.and_then(|grads| step.finish(grads)) {
+            match loss.and_then(|mut grads| step.finish(&mut grads)) {
                 Ok(_) => {}
                 Err(error) => return error,
             }
@@ -45,9 +45,9 @@ fn errors(
         let error = step(&mut ddp, &model, rank).err().unwrap();
         if matches!(error, Error::InvalidArgument { .. }) {
             // The group is usable.
-            let good = ddp.step(&model, 1).unwrap();
-            let grads = good.model().loss(values([1, 5], 1), false).backward();
-            good.finish(grads).unwrap();
+            let good = ddp.last_pass(&model, 1).unwrap();
+            let mut grads = good.model().loss(values([1, 5], 1), false).backward();
+            good.finish(&mut grads).unwrap();
         }
         error
     })
@@ -63,26 +63,29 @@ fn check_errors(errors: &[Error], text: &str) {
 fn gradients_that_never_arrive_are_an_error_on_all_ranks() {
     // A fork has leaves of its own.
     let forked = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
+        let step = ddp.last_pass(model, 1)?;
         let fork = step.model().clone().fork(&Default::default());
         let used = if rank == 1 { &fork } else { step.model() };
-        let grads = used.loss(values([1, 5], 1).require_grad(), false).backward();
-        step.finish(grads)
+        let mut grads = used.loss(values([1, 5], 1).require_grad(), false).backward();
+        step.finish(&mut grads)
     });
     check_errors(&forked, "rank 1 has samples, and no gradient has arrived");
-    let no_backward = errors(|ddp, model, _| ddp.step(model, 1)?.skip());
+    let no_backward = errors(|ddp, model, _| {
+        let pass = ddp.last_pass(model, 1)?;
+        pass.finish(&mut values([1], 1).require_grad().backward())
+    });
     check_errors(&no_backward, "rank 0 has samples, and no gradient has arrived");
 }
 
 #[test]
 fn a_second_backward_pass_is_an_error_on_all_ranks() {
     let errors = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
+        let step = ddp.last_pass(model, 1)?;
         let mut grads = step.model().loss(values([1, 5], 1), false).backward();
         if rank == 1 {
             grads = step.model().loss(values([1, 5], 1), false).backward();
         }
-        step.finish(grads)
+        step.finish(&mut grads)
     });
     check_errors(&errors, "rank 1 has two gradients of `");
 }
@@ -90,13 +93,13 @@ fn a_second_backward_pass_is_an_error_on_all_ranks() {
 #[test]
 fn a_step_that_is_dropped_fails_on_all_ranks() {
     let errors = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
+        let step = ddp.last_pass(model, 1)?;
         if rank == 1 {
             drop(step);
-            return ddp.step(model, 1)?.skip();
+            return ddp.skip(model);
         }
-        let grads = step.model().loss(values([1, 5], 1), false).backward();
-        step.finish(grads)
+        let mut grads = step.model().loss(values([1, 5], 1), false).backward();
+        step.finish(&mut grads)
     });
     check_errors(&errors, "rank 1 has dropped its training step");
 }
@@ -105,14 +108,14 @@ fn a_step_that_is_dropped_fails_on_all_ranks() {
 fn different_settings_and_sync_on_one_rank_are_errors_on_all_ranks() {
     let sizes = errors(|ddp, model, rank| {
         ddp.set_bucket_bytes(1000 + rank);
-        let step = ddp.step(model, 1)?;
-        let grads = step.model().loss(values([1, 5], 1), false).backward();
-        let outcome = step.finish(grads);
+        let step = ddp.last_pass(model, 1)?;
+        let mut grads = step.model().loss(values([1, 5], 1), false).backward();
+        let outcome = step.finish(&mut grads);
         ddp.set_bucket_bytes(1000);
         outcome
     });
     check_errors(&sizes, "rank 0's buckets have 1000 bytes and rank 1's 1001 bytes");
-    let no_samples = errors(|ddp, model, _| ddp.step(model, 0)?.skip());
+    let no_samples = errors(|ddp, model, _| ddp.skip(model));
     check_errors(&no_samples, "no rank has any samples");
 }
 
@@ -122,7 +125,7 @@ fn a_backward_pass_ends_although_the_other_rank_has_not_begun_its_step() {
     let heard = Mutex::new(heard);
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+        let (model, ddp) = DataParallel::new(group, Branches::new()).unwrap();
         // The first step makes the group of the gradients, for which the ranks wait for each other.
         for round in 0..2 {
             if round == 1 && rank == 1 {
@@ -130,12 +133,12 @@ fn a_backward_pass_ends_although_the_other_rank_has_not_begun_its_step() {
                 // burn-autodiff takes the locks of all graphs of the process at the end of this.
                 values([3], 1).require_grad().sum().backward();
             }
-            let step = ddp.step(&model, 1).unwrap();
-            let grads = step.model().loss(values([1, 5], 1), false).backward();
+            let step = ddp.last_pass(&model, 1).unwrap();
+            let mut grads = step.model().loss(values([1, 5], 1), false).backward();
             if round == 1 && rank == 0 {
                 told.send(()).unwrap();
             }
-            step.finish(grads).unwrap();
+            step.finish(&mut grads).unwrap();
         }
     });
 }
@@ -149,13 +152,13 @@ fn a_rank_that_is_lost_during_the_backward_pass_is_a_typed_error_and_shrink_cont
             let mut state = TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
             let mut made = 0;
             while made < 6 {
-                let step = ddp.step(&state.model, 1);
+                let step = ddp.last_pass(&state.model, 1);
                 let outcome = step.and_then(|step| {
                     let loss = step.model().loss(values([1, 5], made), false);
                     if rank == 1 && made == 3 {
                         return Ok(None);
                     }
-                    step.finish(loss.backward()).map(Some)
+                    step.finish(&mut loss.backward()).map(Some)
                 });
                 match outcome {
                     Ok(Some(grads)) => state.step(grads),
@@ -199,14 +202,14 @@ fn panicking(loss: Loss) -> Loss {
 fn a_backward_pass_that_panics_is_a_typed_error_on_the_other_ranks() {
     // The step outlives the panic, which its rank has caught.
     let caught = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
+        let step = ddp.last_pass(model, 1)?;
         let loss = step.model().loss(values([1, 5], 1), false);
         if rank == 1 {
             catch_unwind(AssertUnwindSafe(|| panicking(loss).backward())).map(drop).unwrap_err();
             drop(step);
-            return ddp.step(model, 1)?.skip();
+            return ddp.skip(model);
         }
-        step.finish(loss.backward())
+        step.finish(&mut loss.backward())
     });
     check_errors(&caught, "rank 1 has dropped its training step");
 
@@ -216,19 +219,19 @@ fn a_backward_pass_that_panics_is_a_typed_error_on_the_other_ranks() {
             let rank = group.rank();
             let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                let step = ddp.step(&model, 1).unwrap();
+                let step = ddp.last_pass(&model, 1).unwrap();
                 let loss = step.model().loss(values([1, 5], 1), false);
                 let loss = if rank == 1 { panicking(loss) } else { loss };
-                step.finish(loss.backward())
+                step.finish(&mut loss.backward())
             }));
             match (rank, outcome) {
                 (1, Err(panic)) => assert_eq!(panic.downcast_ref(), Some(&"on purpose")),
                 (0, Ok(Err(Error::PeerLost { peer: 1, .. } | Error::Left { .. }))) => {
                     let mut state = TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
                     ddp.shrink(&mut state).unwrap();
-                    let step = ddp.step(&state.model, 1).unwrap();
-                    let grads = step.model().loss(values([1, 5], 1), false).backward();
-                    step.finish(grads).unwrap();
+                    let step = ddp.last_pass(&state.model, 1).unwrap();
+                    let mut grads = step.model().loss(values([1, 5], 1), false).backward();
+                    step.finish(&mut grads).unwrap();
                 }
                 (rank, Ok(outcome)) => panic!("rank {rank}: {:?}", outcome.err()),
                 (rank, Err(_)) => panic!("rank {rank} panicked"),
@@ -256,9 +259,9 @@ fn nan_and_infinity_reach_all_ranks_alike() {
                 let mut bits = Vec::new();
                 for overlapped in [true, true, false] {
                     let grads = if overlapped {
-                        let step = ddp.step(&model, samples[rank]).unwrap();
-                        let grads = loss(step.model()).sum().backward();
-                        step.finish(grads).unwrap()
+                        let step = ddp.last_pass(&model, samples[rank]).unwrap();
+                        let mut grads = loss(step.model()).sum().backward();
+                        step.finish(&mut grads).unwrap()
                     } else {
                         let grads = GradientsParams::from_grads(loss(&model).sum().backward(), &model);
                         ddp.sync(&model, grads, samples[rank]).unwrap()
@@ -282,10 +285,10 @@ fn nan_and_infinity_reach_all_ranks_alike() {
 #[test]
 fn a_model_without_parameters_is_an_error_on_all_ranks() {
     for error in ranks(2, |group| {
-        let (model, mut ddp) = DataParallel::new(group.clone(), Vec::<Linear<Training>>::new()).unwrap();
-        let step = ddp.step(&model, 1).unwrap();
+        let (model, ddp) = DataParallel::new(group.clone(), Vec::<Linear<Training>>::new()).unwrap();
+        let step = ddp.last_pass(&model, 1).unwrap();
         assert!(step.model().is_empty());
-        let error = step.finish(values([3], 1).require_grad().sum().backward()).unwrap_err();
+        let error = step.finish(&mut values([3], 1).require_grad().sum().backward()).unwrap_err();
         group.barrier().unwrap();
         error
     }) {
@@ -306,11 +309,11 @@ fn a_rank_that_takes_no_step_is_named_at_the_deadline() {
                 let (told, heard) = (told.clone(), &heard);
                 scope.spawn(move || {
                     let rank = group.rank();
-                    let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
-                    let mut step = || {
-                        let step = ddp.step(&model, 1)?;
-                        let grads = step.model().loss(values([1, 5], 1), false).backward();
-                        step.finish(grads)
+                    let (model, ddp) = DataParallel::new(group, Branches::new()).unwrap();
+                    let step = || {
+                        let step = ddp.last_pass(&model, 1)?;
+                        let mut grads = step.model().loss(values([1, 5], 1), false).backward();
+                        step.finish(&mut grads)
                     };
                     (0..steps).for_each(|_| drop(step().unwrap()));
                     if rank == 1 {

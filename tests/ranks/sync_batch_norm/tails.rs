@@ -18,7 +18,7 @@ fn train_few(group: Group, tail: fn(ShardedSampler) -> ShardedSampler) -> Result
     let mut linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
     linear.weight = Param::from_tensor(pattern::<Training, 2>(&[3, 2], 1));
     let norm = SyncBatchNormConfig::new(2).init(&group, &device).map(&mut InF64);
-    let (mut model, mut ddp) = DataParallel::new(group, Normed { linear, norm })?;
+    let (mut model, ddp) = DataParallel::new(group, Normed { linear, norm })?;
     let mut optimizer = SgdConfig::new().init();
     let samples = pattern::<Training, 2>(&[FEW.0, 3], 2);
     for shard in tail(ShardedSampler::new(ddp.group(), FEW.0, FEW.1)?).epoch(0) {

@@ -10,7 +10,7 @@ use bonfire::train::compression;
 use bonfire::{DataParallel, Error, FullyShardedParallel, Group, ReduceOp};
 use burn::backend::Flex;
 use burn::module::Param;
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::Tensor;
 use clap::ValueEnum;
 use serde::Serialize;
@@ -154,19 +154,16 @@ impl StepArgs {
             parallel.set_compression(compression)?;
         }
         let input = chain.input(group.rank());
-        let overlapped = |parallel: &mut DataParallel<B>, pause: Pause| {
-            let step = parallel.step(&model, 1)?;
-            let loss = chain.forward(step.model(), input.clone(), pause).sum();
-            step.finish(loss.backward())
-        };
+        let loss = |model: &Model, pause: Pause| (chain.forward(model, input.clone(), pause).sum(), 1);
+        let overlapped = |pause: Pause| parallel.run(&model, [pause], loss);
         let own = |pause: Pause| own(chain, &model, group, pause);
-        let wrong = wrong(group, &model, own(none(pause)), overlapped(&mut parallel, none(pause))?, self.error())?;
+        let wrong = wrong(group, &model, own(none(pause)), overlapped(none(pause))?, self.error())?;
         let kinds = [Kind::Alone, Kind::Exchange, Kind::Both, Kind::Sync];
         let [alone, exchange, both, sync] = self.medians(group, kinds, |kind| {
             match kind {
                 Kind::Alone => Ok(own(pause)),
-                Kind::Exchange => overlapped(&mut parallel, none(pause)),
-                Kind::Both => overlapped(&mut parallel, pause),
+                Kind::Exchange => overlapped(none(pause)),
+                Kind::Both => overlapped(pause),
                 Kind::Sync => parallel.sync(&model, own(pause), 1),
             }
             .map(drop)
@@ -175,14 +172,12 @@ impl StepArgs {
     }
 
     fn measure_parts(&self, group: &Group, chain: &Chain, pause: Pause) -> Result<u64, RankError> {
-        let (parts, mut parallel) = FullyShardedParallel::new(group.clone(), chain.model())?;
+        let (parts, parallel) = FullyShardedParallel::new(group.clone(), chain.model())?;
         let whole = parallel.gather(&parts)?;
         let input = chain.input(group.rank());
-        let mut overlapped = |pause: Pause| {
-            let step = parallel.step(&parts, 1)?;
-            let loss = chain.forward(step.model(), input.clone(), pause).sum();
-            step.finish(loss.backward())
-        };
+        let optimizer = SgdConfig::new().init::<B, Model>();
+        let loss = |model: &Model, pause: Pause| (chain.forward(model, input.clone(), pause).sum(), 1);
+        let overlapped = |pause: Pause| parallel.run(&parts, [pause], loss)?.for_optimizer(&optimizer);
         let own = |pause: Pause| own(chain, &whole, group, pause);
         let joined = joined(group, &whole, overlapped(none(pause))?)?;
         let wrong = wrong(group, &whole, own(none(pause)), joined, 0.0)?;

@@ -81,7 +81,20 @@ pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
 
 /// The functions of layers above whose operations errors and traces name after them. Such a call has the fingerprint of
 /// the function's name in place of a shape, so ranks that call different functions disagree.
-const FUNCTIONS: [&str; 6] = ["mean", "root block", "seeded", "step", "sync", "training step"];
+const FUNCTIONS: [&str; 12] = [
+    "a message between devices",
+    "announced gathers",
+    "end of pass",
+    "end of step",
+    "gathering updated parameters",
+    "mean",
+    "root block",
+    "seeded",
+    "step",
+    "sync",
+    "training step",
+    "weights",
+];
 
 /// Blocks of parameters are functions too, named by their numbers. So many names are tried in an error.
 const BLOCKS: usize = 1000;

@@ -1,0 +1,70 @@
+//! Small agreements between the ranks of a group.
+
+use serde::{Deserialize, Serialize};
+
+use bonfire_core::internal::{AgreedOperations, process_number};
+use bonfire_core::{Element, Error, Group};
+
+/// Makes a group of the same ranks, for communication that takes place beside that of `group`. All ranks must call it.
+///
+/// # Errors
+/// Those of [`Group::subgroup`].
+#[track_caller]
+pub fn lane(group: &Group) -> Result<Group, Error> {
+    let ranks: Vec<usize> = (0..group.world_size()).collect();
+    if ranks.len() == 1 { Ok(group.clone()) } else { group.subgroup(&ranks) }
+}
+
+/// Returns whether no two ranks are threads of one process. All ranks must call it.
+///
+/// # Errors
+/// Those of [`Group::all_gather`].
+#[track_caller]
+pub fn ranks_are_processes(group: &Group) -> Result<bool, Error> {
+    let own = process_number().map_err(|error| group.abandon(error))?;
+    let mut numbers = all_gather_values(group, [own])?;
+    numbers.sort_unstable();
+    numbers.dedup();
+    Ok(numbers.len() == group.world_size())
+}
+
+/// All-gathers `N` values from each rank. Returns them by rank.
+///
+/// # Errors
+/// Those of [`Group::all_gather`].
+#[track_caller]
+pub fn all_gather_values<T: Element, const N: usize>(group: &Group, own: [T; N]) -> Result<Vec<[T; N]>, Error> {
+    let mut all = vec![own; group.world_size()];
+    group.all_gather(all.as_flattened_mut())?;
+    Ok(all)
+}
+
+/// Returns `own` if all ranks succeeded. Otherwise all ranks return the error of the lowest rank that failed, and the
+/// group stays usable.
+///
+/// # Errors
+/// That error, or those of [`Group::all_gather`].
+#[track_caller]
+pub fn all_or_none<T>(group: &Group, own: Result<T, Error>) -> Result<T, Error> {
+    let told = own.as_ref().map_or_else(|error| Err(error.clone()), |_| Ok(()));
+    group.all_gather_results(told).and(own)
+}
+
+/// Broadcasts `root`'s value: returns its `own` on all ranks. The others' `own` is ignored.
+///
+/// # Errors
+/// [`Error::Io`] if the value cannot be encoded or decoded. Otherwise those of [`Group::broadcast`].
+#[track_caller]
+pub fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
+    group: &Group,
+    own: &T,
+    root: usize,
+) -> Result<R, Error> {
+    let broken = |e| Error::io("encoding or decoding a value for all ranks", e);
+    let mut bytes = if group.rank() == root { postcard::to_stdvec(own).map_err(broken)? } else { Vec::new() };
+    let mut len = [bytes.len() as u64];
+    group.broadcast(&mut len, root)?;
+    bytes.resize(len[0] as usize, 0);
+    group.broadcast(&mut bytes, root)?;
+    postcard::from_bytes(&bytes).map_err(broken)
+}

@@ -1,0 +1,250 @@
+//! Reading a set: any range of a tensor, from the files that have it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::folder::file_name;
+use super::format::{Dtype, FileId, Manifest, StoredRange, check_id, elements, parse_header, read_header, width};
+use super::parts::describe;
+use bonfire_core::Error;
+
+/// An open set.
+pub struct Set {
+    /// The files by rank, and where their data begin.
+    files: Vec<(PathBuf, File, u64)>,
+    tensors: BTreeMap<String, SavedTensor>,
+}
+
+/// A tensor of a set.
+pub struct SavedTensor {
+    /// The element type.
+    pub dtype: Dtype,
+    /// The shape of the whole.
+    pub shape: Vec<usize>,
+    /// The stored ranges with their files, in order. Together they have all elements.
+    ranges: Vec<(usize, StoredRange)>,
+}
+
+impl SavedTensor {
+    /// The number of elements.
+    pub fn elements(&self) -> usize {
+        elements(&self.shape).unwrap_or(0)
+    }
+}
+
+impl Set {
+    /// Opens the files of a set, and checks that they are those of its manifest and have all elements of all tensors.
+    pub(super) fn open(folder: &Path, manifest: &Manifest) -> Result<Set, Error> {
+        let mut set = Set { files: Vec::new(), tensors: BTreeMap::new() };
+        for (rank, summary) in manifest.files.iter().enumerate() {
+            let path = folder.join(file_name(rank));
+            let broken = |reason: &str| invalid(&path, reason);
+            let failed = |error: io::Error| match error.kind() {
+                io::ErrorKind::NotFound => broken("it is missing"),
+                io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof => broken(&error.to_string()),
+                _ => Error::io(format!("{LOADING}: opening {}", path.display()), error),
+            };
+            let file = File::open(&path).map_err(failed)?;
+            let bytes = file.metadata().map_err(failed)?.len();
+            let header = read_header(&file, bytes).map_err(failed)?;
+            let id = FileId { set: &manifest.set, rank, world_size: manifest.files.len() };
+            check_id(&header, id).map_err(|reason| broken(&reason))?;
+            if bytes != summary.bytes {
+                return Err(broken(&format!("it has {bytes} bytes instead of {}: it is truncated", summary.bytes)));
+            }
+            if crc32fast::hash(&header) != summary.header_crc32 {
+                return Err(broken("its header is damaged"));
+            }
+            for range in parse_header(&header, bytes, id).map_err(|reason| broken(&reason))? {
+                set.add(rank, range).map_err(|reason| broken(&reason))?;
+            }
+            set.files.push((path, file, header.len() as u64));
+        }
+        for (name, tensor) in &mut set.tensors {
+            tensor.ranges.sort_by_key(|(_, range)| range.range.start);
+            let covered = tensor
+                .ranges
+                .iter()
+                .try_fold(0, |end: usize, (_, range)| (range.range.start <= end).then_some(end.max(range.range.end)));
+            if covered != elements(&tensor.shape) {
+                return Err(invalid(folder, &format!("its files do not have all elements of `{name}`")));
+            }
+        }
+        Ok(set)
+    }
+
+    fn add(&mut self, file: usize, range: StoredRange) -> Result<(), String> {
+        let tensor = self.tensors.entry(range.name.clone()).or_insert_with(|| SavedTensor {
+            dtype: range.dtype,
+            shape: range.shape.clone(),
+            ranges: Vec::new(),
+        });
+        if (tensor.dtype, &tensor.shape) != (range.dtype, &range.shape) {
+            let (own, other) = (describe(range.dtype, &range.shape), describe(tensor.dtype, &tensor.shape));
+            return Err(format!("in it `{}` is {own}, and {other} in another file", range.name));
+        }
+        tensor.ranges.push((file, range));
+        Ok(())
+    }
+
+    /// Returns the tensors whose names begin with `prefix`, in order, without the prefix.
+    pub fn names<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a SavedTensor)> {
+        let all = self.tensors.range(prefix.to_owned()..);
+        all.map_while(move |(name, tensor)| Some((name.strip_prefix(prefix)?, tensor)))
+    }
+
+    /// Returns a tensor of this name, if the set has it.
+    pub fn tensor(&self, name: &str) -> Option<&SavedTensor> {
+        self.tensors.get(name)
+    }
+
+    /// Returns these elements of a tensor as bytes. Their checksums are checked.
+    pub fn read(&self, name: &str, range: Range<usize>) -> Result<Vec<u8>, Error> {
+        let missing = || argument(format!("it has no elements {range:?} of `{name}`"));
+        let tensor = self.tensors.get(name).filter(|tensor| range.end <= tensor.elements()).ok_or_else(missing)?;
+        let width = width(tensor.dtype);
+        let mut bytes = vec![0; range.len() * width];
+        let mut next = range.start;
+        for (file, stored) in &tensor.ranges {
+            let end = stored.range.end.min(range.end);
+            if next >= range.end || end <= next {
+                continue;
+            }
+            let whole = self.read_stored(*file, stored, width)?;
+            let from = (next - stored.range.start) * width;
+            let to = (next - range.start) * width;
+            let len = (end - next) * width;
+            bytes[to..to + len].copy_from_slice(&whole[from..from + len]);
+            next = end;
+        }
+        Ok(bytes)
+    }
+
+    /// Returns a small value, if the set has it.
+    pub fn value(&self, name: &str) -> Result<Option<Vec<u8>>, Error> {
+        self.tensor(name).map(|tensor| self.read(name, 0..tensor.elements())).transpose()
+    }
+
+    fn read_stored(&self, file: usize, stored: &StoredRange, width: usize) -> Result<Vec<u8>, Error> {
+        let (path, mut file, data) = (&self.files[file].0, &self.files[file].1, self.files[file].2);
+        let mut bytes = vec![0; stored.range.len() * width];
+        let read = file.seek(SeekFrom::Start(data + stored.offset)).and_then(|_| file.read_exact(&mut bytes));
+        read.map_err(|e| Error::io(format!("{LOADING}: reading {}", path.display()), e))?;
+        match crc32fast::hash(&bytes) == stored.crc32 {
+            true => Ok(bytes),
+            false => Err(invalid(path, &format!("its part of `{}` is damaged", stored.name))),
+        }
+    }
+}
+
+/// What errors of a load name.
+pub const LOADING: &str = "loading a checkpoint";
+
+/// Refuses a set or the request for it.
+pub fn argument(reason: impl Into<String>) -> Error {
+    Error::argument(LOADING, reason)
+}
+
+/// Refuses a file of a set.
+pub(super) fn invalid(path: &Path, reason: &str) -> Error {
+    argument(format!(
+        "{}: {reason}; restore the files of this set, or remove the set's folder to load the one before it",
+        path.display()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::checkpoint::format::{FileSummary, Part, write};
+    use bonfire_core::partition;
+
+    const SET: &str = "0123456789abcdef";
+
+    /// A part of a tensor of bytes, in which each element is its index.
+    fn part(name: &str, len: usize, range: Range<usize>) -> Part {
+        let bytes: Vec<u8> = range.clone().map(|i| i as u8).collect();
+        Part { name: name.into(), dtype: Dtype::U8, shape: vec![len], range, read: Box::new(move |sink| sink(&bytes)) }
+    }
+
+    /// Writes the files of a set, and opens it.
+    fn open(folder: &Path, files: Vec<Vec<Part>>) -> Result<Set, Error> {
+        let world_size = files.len();
+        let summaries = files
+            .into_iter()
+            .enumerate()
+            .map(|(rank, parts)| write(&folder.join(file_name(rank)), FileId { set: SET, rank, world_size }, parts));
+        Set::open(folder, &Manifest::new(SET, summaries.collect::<Result<_, _>>()?))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(30))]
+        #[test]
+        fn any_range_is_assembled_from_the_files_that_have_it(
+            len in 0usize..250, n in 1usize..6, ends in (0usize..250, 0usize..250),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            // Ranges may overlap.
+            let own = |rank| partition(len, n, rank).start..(partition(len, n, rank).end + rank).min(len);
+            let set = open(folder.path(), (0..n).map(|rank| vec![part("a", len, own(rank))]).collect()).unwrap();
+            let (start, end) = (ends.0.min(ends.1).min(len), ends.0.max(ends.1).min(len));
+            let expected: Vec<u8> = (start..end).map(|i| i as u8).collect();
+            prop_assert_eq!(set.read("a", start..end).unwrap(), expected);
+            prop_assert!(set.read("a", start..len + 1).is_err() && set.read("b", 0..0).is_err());
+        }
+    }
+
+    #[test]
+    fn sets_that_lack_elements_or_contradict_themselves_are_refused() {
+        let refused = |files, expected: &str| {
+            let folder = tempfile::tempdir().unwrap();
+            let error = open(folder.path(), files).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        let lacks = "its files do not have all elements of `a`";
+        refused(vec![vec![part("a", 9, 0..4)], vec![part("a", 9, 5..9)]], lacks);
+        refused(vec![vec![part("a", 9, 1..9)]], lacks);
+        refused(vec![vec![part("a", 9, 0..8)]], lacks);
+        let differs = "rank-1.safetensors: in it `a` is u8 [8], and u8 [9] in another file";
+        refused(vec![vec![part("a", 9, 0..5)], vec![part("a", 8, 5..8)]], differs);
+    }
+
+    #[test]
+    fn fuzz_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let seed = |parts| {
+            let folder = tempfile::tempdir().unwrap();
+            open(folder.path(), vec![parts]).unwrap();
+            std::fs::read(folder.path().join(file_name(0))).unwrap()
+        };
+        let wide = Part { dtype: Dtype::F32, shape: vec![2, 3], ..part("c", 6, 0..6) };
+        let wide = Part { read: Box::new(|sink| sink(&[7; 24])), ..wide };
+        let seeds = [seed(vec![part("a", 5, 0..5)]), seed(vec![part("a", 5, 0..5), part("b", 0, 0..0), wide])];
+        bonfire_testing::fuzz::fuzz("checkpoint-file", seeds, |bytes| {
+            std::fs::write(folder.path().join(file_name(0)), bytes).unwrap();
+            // A manifest that agrees with any header.
+            let header_crc32 = read_header(bytes, bytes.len() as u64).map_or(0, |header| crc32fast::hash(&header));
+            let manifest = Manifest::new(SET, vec![FileSummary { bytes: bytes.len() as u64, header_crc32 }]);
+            let Ok(set) = Set::open(folder.path(), &manifest) else { return false };
+            // Data that were changed have another checksum.
+            for (name, tensor) in set.names("") {
+                drop(set.read(name, 0..tensor.elements()));
+            }
+            true
+        });
+    }
+
+    #[test]
+    fn fuzz_manifests() {
+        let summary = FileSummary { bytes: 1000, header_crc32: 7 };
+        let seed = serde_json::to_vec_pretty(&Manifest::new(SET, vec![summary; 2])).unwrap();
+        bonfire_testing::fuzz::fuzz("checkpoint-manifest", [seed], |bytes| {
+            std::str::from_utf8(bytes).is_ok_and(|text| Manifest::parse(text).is_ok())
+        });
+    }
+}

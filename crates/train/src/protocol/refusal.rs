@@ -1,0 +1,229 @@
+//! Why the ranks cannot make a step. All find the same, and their groups stay usable.
+
+use bytemuck::{cast_slice, cast_slice_mut};
+use serde::{Deserialize, Serialize};
+
+use crate::parameters::Parameter;
+use bonfire_core::Error;
+use bonfire_core::internal::RankList;
+
+/// What is wrong with a rank's model or with its gradients. The numbers are positions of parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Problem {
+    /// The model does not have the parameter as it was at the start.
+    Changed(usize),
+    /// The model has a trained parameter that it did not have at the start, or a gradient is of no parameter.
+    Unknown,
+    /// Two trained parameters of the model have one id.
+    Duplicate(usize),
+    /// The rank has a weight, and no gradient has arrived.
+    NoGradients,
+    /// The same, and no parameter of the model needs a gradient.
+    Untrained,
+    /// Two backward passes have computed a gradient of the parameter in one pass of the step.
+    Twice(usize),
+    /// The gradient has another shape or element type than the parameter.
+    Other(usize),
+    /// The rank has used its part of the parameter as if it were the whole.
+    Part(usize),
+    /// A pass was dropped after its backward pass had begun.
+    Dropped,
+    /// A pass was still open at the end of the step.
+    Open,
+    /// The program's own code has failed. Its error is exchanged in a message of its own.
+    Failed,
+}
+
+impl Problem {
+    /// Encodes a problem in words; those that are 0 are none.
+    pub(super) fn to_words(problem: Option<Problem>) -> [u64; 2] {
+        let mut words = [0; 2];
+        // A variant and a number take at most 12 bytes.
+        let encoded = postcard::to_slice(&problem, cast_slice_mut(&mut words)).is_ok();
+        debug_assert!(encoded);
+        words
+    }
+
+    fn from_words(words: [u64; 2]) -> Option<Problem> {
+        // A rank of another version, if it is none that this one knows.
+        postcard::from_bytes(cast_slice(&words)).unwrap_or(Some(Problem::Unknown))
+    }
+
+    /// Returns the problem of the lowest rank that has one.
+    pub(super) fn first(words: impl Iterator<Item = [u64; 2]>) -> Option<(usize, Problem)> {
+        words.enumerate().find_map(|(rank, words)| Some((rank, Problem::from_words(words)?)))
+    }
+}
+
+/// Why the ranks cannot make a step.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Refusal {
+    /// No rank has samples.
+    NoSamples,
+    /// A rank has a problem.
+    Problem {
+        /// The rank.
+        rank: usize,
+        /// Its problem.
+        problem: Problem,
+    },
+    /// The ranks are at different steps.
+    Steps {
+        /// The steps of rank 0.
+        first: u64,
+        /// A rank with other steps.
+        rank: usize,
+        /// Its steps.
+        other: u64,
+    },
+    /// Learning rates differ.
+    Rates {
+        /// The rate of rank 0.
+        first: f64,
+        /// A rank with another rate.
+        rank: usize,
+        /// Its rate.
+        other: f64,
+    },
+    /// Sizes of buckets differ.
+    BucketBytes {
+        /// The bytes of rank 0; 0 for the measured size.
+        first: u64,
+        /// A rank with another size.
+        rank: usize,
+        /// Its bytes.
+        other: u64,
+    },
+    /// Compressions differ.
+    Compression {
+        /// A rank with another one than rank 0.
+        rank: usize,
+    },
+    /// Some ranks train a parameter, and others do not.
+    Trained {
+        /// The first such parameter.
+        position: usize,
+        /// The ranks that train it.
+        with: Vec<usize>,
+        /// The number of all ranks.
+        ranks: usize,
+    },
+    /// The ranks' parameters differ.
+    Digests,
+    /// What the ranks have found out about another refusal.
+    Explained(String),
+    /// A gradient is not finite, which compression cannot carry.
+    NotFinite {
+        /// A rank and a position; none if all gradients are finite, and the mean is not.
+        gradient: Option<(usize, usize)>,
+        /// The name of the encoding.
+        encoding: String,
+    },
+}
+
+impl Refusal {
+    /// Returns the error of an operation on these parameters.
+    pub fn error(&self, operation: &str, parameters: &[Parameter]) -> Error {
+        Error::argument(operation, self.reason(parameters))
+    }
+
+    fn reason(&self, parameters: &[Parameter]) -> String {
+        let path = |position: usize| parameters.get(position).map_or("a parameter", |parameter| &parameter.path);
+        match self {
+            Refusal::NoSamples => {
+                "no rank has any samples, so there is no mean; leave out such a step on all ranks".into()
+            }
+            Refusal::Problem { rank, problem } => problem_reason(*rank, *problem, path),
+            Refusal::Steps { first, rank, other } => format!(
+                "rank 0 has made {first} steps and rank {rank} {other}; load optimizer state of the same step on all \
+                 ranks, or on none"
+            ),
+            Refusal::Rates { first, rank, other } => format!(
+                "rank 0's learning rate is {first} and rank {rank}'s is {other}; pass the same rate on all ranks"
+            ),
+            Refusal::BucketBytes { first, rank, other } => {
+                let text = |bytes: &u64| match bytes {
+                    0 => "the measured size".into(),
+                    bytes => format!("{bytes} bytes"),
+                };
+                let (first, other) = (text(first), text(other));
+                format!("rank 0's buckets have {first} and rank {rank}'s {other}; set the same size on all ranks")
+            }
+            Refusal::Compression { rank } => {
+                format!("rank 0 and rank {rank} compress gradients differently; set the same compression on all ranks")
+            }
+            Refusal::Trained { position, with, ranks } => {
+                let without: Vec<usize> = (0..*ranks).filter(|rank| !with.contains(rank)).collect();
+                let verbs = |ranks: &[usize], one, many| if ranks.len() == 1 { one } else { many };
+                format!(
+                    "{} {} `{}`, and {} {}; freeze and unfreeze parameters on all ranks alike",
+                    RankList(with),
+                    verbs(with, "trains", "train"),
+                    path(*position),
+                    RankList(&without),
+                    verbs(&without, "does not", "do not"),
+                )
+            }
+            Refusal::Digests => "the ranks' parameters differ".into(),
+            Refusal::Explained(reason) => reason.clone(),
+            Refusal::NotFinite { gradient: Some((rank, position)), encoding } => format!(
+                "rank {rank}'s gradient of `{}` has elements that are not finite, which cannot travel as {encoding}; \
+                 lower the learning rate, or exchange gradients without compression",
+                path(*position)
+            ),
+            Refusal::NotFinite { gradient: None, encoding } => {
+                format!("{encoding} has made a mean that is not finite of gradients that are")
+            }
+        }
+    }
+}
+
+fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a str) -> String {
+    match problem {
+        Problem::Changed(position) => format!(
+            "rank {rank}'s model does not have `{}` as it was at the start; pass the model in training, as the last \
+             step left it",
+            path(position)
+        ),
+        Problem::Unknown => format!(
+            "rank {rank} has gradients of parameters that its model did not have at the start; pass the model that \
+             `new` returned through the optimizer, and load checkpoints with `DataParallel::resume`"
+        ),
+        Problem::Duplicate(position) => format!(
+            "rank {rank}'s model has `{}` twice, with one id, and a burn optimizer updates only one of them; give each \
+             its own parameters",
+            path(position)
+        ),
+        Problem::NoGradients => format!(
+            "rank {rank} has samples, and no gradient has arrived; run the backward pass of a loss that the pass's own \
+             model has computed, and not a fork or a copy without gradients of it, before `finish`"
+        ),
+        Problem::Untrained => "the model has no parameters to train".into(),
+        Problem::Twice(position) => format!(
+            "rank {rank} has two gradients of `{}` in one pass; run one backward pass for each: add the losses, or \
+             begin a pass for each loss",
+            path(position)
+        ),
+        Problem::Other(position) => format!(
+            "rank {rank}'s gradient of `{}` has another shape or element type than the parameter had at the start",
+            path(position)
+        ),
+        Problem::Part(position) => format!(
+            "rank {rank} has used its part of `{}` as if it were the whole parameter; run the forward pass with the \
+             model of the pass, in which it is gathered",
+            path(position)
+        ),
+        Problem::Dropped => {
+            format!("rank {rank} has dropped a pass of this step after its backward pass; call `finish` for each")
+        }
+        Problem::Open => {
+            format!("rank {rank} has another pass of this step that is not finished; call its `finish` before")
+        }
+        Problem::Failed => format!("rank {rank}'s own code has failed"),
+    }
+}
+
+/// Says that the program's own code has failed on a rank.
+pub(crate) fn failed(rank: usize, fault: &str) -> String {
+    format!("rank {rank}'s own code has failed: {fault}")
+}

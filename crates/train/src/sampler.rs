@@ -1,0 +1,229 @@
+//! Distribution of a data set's samples over the ranks.
+
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
+
+use bonfire_core::{Error, Group, partition};
+
+/// A sampler that distributes the samples of a data set over the ranks, in shuffled batches.
+///
+/// Batches are global: their sizes and samples depend on the seed and the epoch, but not on the world size. Each rank
+/// gets its [`partition`](bonfire_core::partition()) of a batch, its *shard*: 17, 17 and 16 samples of a batch of 50 on 3
+/// ranks. All ranks make the same number of steps. If a batch has fewer samples than there are ranks, the last ranks
+/// get an *empty* shard. They still take part in the step, with no samples:
+///
+/// ```
+/// use bonfire_core::Group;
+/// use bonfire_train::ShardedSampler;
+///
+/// # let group = Group::threads(1)?.remove(0);
+/// let sampler = ShardedSampler::new(&group, 10, 4)?.seed(7);
+/// for shard in sampler.epoch(0) {
+///     // This rank's samples of a batch: `shard.len()` may be 0.
+/// # assert!(shard.len() == 4 || shard.len() == 2);
+/// }
+/// # Ok::<(), bonfire_core::Error>(())
+/// ```
+///
+/// This works if the model's layers do not communicate. If they do, as batch normalisation over all ranks does, every
+/// rank must run the model in every step, and many layers cannot run on a batch without samples. Use [`pad`](Self::pad) or [`drop_last`](Self::drop_last), with at least as many samples in a batch
+/// as there are ranks. Then no shard is empty.
+///
+/// The order of samples is the same on every platform and in every version of Bonfire.
+#[derive(Clone, Debug)]
+pub struct ShardedSampler {
+    len: usize,
+    batch: usize,
+    rank: usize,
+    world_size: usize,
+    seed: u64,
+    tail: Tail,
+}
+
+/// How the samples that do not fill a batch are handled.
+#[derive(Clone, Copy, Debug)]
+enum Tail {
+    Keep,
+    Pad,
+    Drop,
+}
+
+impl ShardedSampler {
+    /// Makes a sampler for this rank of `group`, over a data set of `len` samples in global batches of `batch` samples.
+    /// All ranks must use the same settings: a sampler does not communicate, so nothing compares them. If `batch` does
+    /// not divide `len`, the last batch is smaller, unless [`pad`](Self::pad) or [`drop_last`](Self::drop_last) is
+    /// used.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if `batch` is 0.
+    pub fn new(group: &Group, len: usize, batch: usize) -> Result<ShardedSampler, Error> {
+        if batch == 0 {
+            return Err(Error::argument("sampler", "a batch needs at least one sample"));
+        }
+        let (rank, world_size) = (group.rank(), group.world_size());
+        Ok(ShardedSampler { len, batch, rank, world_size, seed: 0, tail: Tail::Keep })
+    }
+
+    /// Sets the seed of the shuffle. Default: 0
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Fills the last batch of an epoch with samples from the start of the epoch, which then occur more than once.
+    /// Replaces an earlier [`drop_last`](Self::drop_last).
+    pub fn pad(mut self) -> Self {
+        self.tail = Tail::Pad;
+        self
+    }
+
+    /// Drops the samples that do not fill a batch. Their selection depends on the epoch. Replaces an earlier
+    /// [`pad`](Self::pad).
+    pub fn drop_last(mut self) -> Self {
+        self.tail = Tail::Drop;
+        self
+    }
+
+    /// Returns the number of batches in an epoch: the number of training steps, on every rank.
+    pub fn batches(&self) -> usize {
+        match self.tail {
+            Tail::Keep | Tail::Pad => self.len.div_ceil(self.batch),
+            Tail::Drop => self.len / self.batch,
+        }
+    }
+
+    /// Returns an iterator over this rank's shards of the batches of epoch number `epoch`. A shard is a list of sample
+    /// indices in `0..len`. The order differs between epochs.
+    pub fn epoch(&self, epoch: usize) -> Epoch {
+        let mut order = shuffled(self.len, self.seed, epoch as u64);
+        match self.tail {
+            Tail::Keep => {}
+            Tail::Pad => order = order.iter().copied().cycle().take(self.batches() * self.batch).collect(),
+            Tail::Drop => order.truncate(self.batches() * self.batch),
+        }
+        Epoch { order, next: 0, batch: self.batch, rank: self.rank, world_size: self.world_size }
+    }
+}
+
+/// An iterator over a rank's shards of an epoch, made by [`ShardedSampler::epoch`].
+#[derive(Clone, Debug)]
+pub struct Epoch {
+    order: Vec<usize>,
+    next: usize,
+    batch: usize,
+    rank: usize,
+    world_size: usize,
+}
+
+impl Iterator for Epoch {
+    type Item = Vec<usize>;
+
+    fn next(&mut self) -> Option<Vec<usize>> {
+        let rest = &self.order[self.next..];
+        let batch = &rest[..self.batch.min(rest.len())];
+        if batch.is_empty() {
+            return None;
+        }
+        self.next += batch.len();
+        Some(batch[partition(batch.len(), self.world_size, self.rank)].to_vec())
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = (self.order.len() - self.next).div_ceil(self.batch);
+        (left, Some(left))
+    }
+}
+
+impl ExactSizeIterator for Epoch {}
+
+/// Returns `0..len`, shuffled by seed and epoch. The shuffle is implemented here instead of taken from a library,
+/// because the order must never change: a resumed run must see the same one.
+fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[8..16].copy_from_slice(&epoch.to_le_bytes());
+    let mut random = ChaCha8Rng::from_seed(key);
+    let mut order: Vec<usize> = (0..len).collect();
+    for last in (1..len).rev() {
+        // Uniform up to one part in 2^64 / len.
+        let chosen = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
+        order.swap(last, chosen as usize);
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn samplers(ranks: usize, len: usize, batch: usize, seed: u64) -> Vec<ShardedSampler> {
+        let groups = Group::threads(ranks).unwrap();
+        groups.iter().map(|group| ShardedSampler::new(group, len, batch).unwrap().seed(seed)).collect()
+    }
+
+    /// The global batches of an epoch, concatenated from all ranks' shards.
+    fn batches(samplers: &[ShardedSampler], epoch: usize) -> Vec<Vec<usize>> {
+        let mut epochs: Vec<_> = samplers.iter().map(|sampler| sampler.epoch(epoch)).collect();
+        let steps: Vec<_> = epochs.iter().map(ExactSizeIterator::len).collect();
+        assert!(steps.iter().all(|&n| n == samplers[0].batches()), "{steps:?}");
+        let batches = (0..steps[0]).map(|_| epochs.iter_mut().flat_map(|epoch| epoch.next().unwrap()).collect());
+        let batches = batches.collect();
+        assert!(epochs.iter_mut().all(|epoch| epoch.next().is_none()));
+        batches
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_together_see_the_batches_of_one_rank(
+            ranks in 1usize..9, len in 0usize..300, batch in 1usize..60, seed: u64, epoch in 0usize..5,
+        ) {
+            for tail in [|s: ShardedSampler| s, ShardedSampler::pad, ShardedSampler::drop_last] {
+                let many: Vec<_> = samplers(ranks, len, batch, seed).into_iter().map(tail).collect();
+                let one: Vec<_> = samplers(1, len, batch, seed).into_iter().map(tail).collect();
+                prop_assert_eq!(batches(&many, epoch), batches(&one, epoch));
+            }
+        }
+
+        #[test]
+        fn every_sample_occurs_once_and_the_tail_is_kept_padded_or_dropped(
+            len in 0usize..300, batch in 1usize..60, seed: u64,
+        ) {
+            let sampler = samplers(1, len, batch, seed).remove(0);
+            let kept = sampler.epoch(0).flatten().collect::<Vec<_>>();
+            let mut sorted = kept.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(sorted, (0..len).collect::<Vec<_>>());
+
+            let dropped = sampler.clone().drop_last().epoch(0).collect::<Vec<_>>();
+            prop_assert!(dropped.iter().all(|shard| shard.len() == batch));
+            prop_assert_eq!(&dropped.concat()[..], &kept[..len - len % batch]);
+
+            let padded = sampler.pad().epoch(0).collect::<Vec<_>>();
+            prop_assert!(padded.iter().all(|shard| shard.len() == batch));
+            prop_assert!(padded.concat().iter().zip(kept.iter().cycle()).all(|(a, b)| a == b));
+            prop_assert_eq!(padded.len(), len.div_ceil(batch));
+        }
+    }
+
+    #[test]
+    fn orders_differ_between_seeds_and_epochs_and_never_change() {
+        let sampler = samplers(1, 8, 8, 42).remove(0);
+        let order = |sampler: &ShardedSampler, epoch| sampler.epoch(epoch).next().unwrap();
+        assert_eq!(order(&sampler, 0), order(&sampler, 0));
+        assert_ne!(order(&sampler, 0), order(&sampler, 1));
+        assert_ne!(order(&sampler, 0), order(&sampler.clone().seed(43), 0));
+        // This order must never change: checkpoints rely on it.
+        assert_eq!(order(&sampler, 0), [4, 5, 0, 3, 6, 7, 1, 2]);
+    }
+
+    #[test]
+    fn a_batch_of_50_on_3_ranks_is_17_17_16_and_small_batches_leave_ranks_empty() {
+        let lens = |ranks, len, batch| -> Vec<usize> {
+            samplers(ranks, len, batch, 0).iter().map(|s| s.epoch(0).next().unwrap().len()).collect()
+        };
+        assert_eq!(lens(3, 100, 50), [17, 17, 16]);
+        assert_eq!(lens(4, 2, 50), [1, 1, 0, 0]);
+        assert!(ShardedSampler::new(&Group::threads(1).unwrap()[0], 10, 0).is_err());
+    }
+}

@@ -1,0 +1,122 @@
+//! What the steps of a model keep from one to the next.
+
+use std::mem::replace;
+use std::sync::Arc;
+
+use super::exchange::{Channel, Model};
+use super::sums::Sums;
+use crate::bucket::{BucketTable, Limits, buckets};
+use crate::compression::Compressor;
+use crate::parameters::Parameter;
+use crate::protocol::{Header, Problem};
+
+pub(super) struct State {
+    model: Arc<Model>,
+    pub settings: Settings,
+    pub steps: u64,
+    /// Gradients of the passes of this step that have ended.
+    pub sums: Sums,
+    /// Passes that have not ended.
+    pub open: usize,
+    /// Whether one of them is the last.
+    pub last_is_open: bool,
+    /// What is wrong with a pass that has ended.
+    pub problem: Option<Problem>,
+    /// The text of the error with which the program's own code has failed.
+    pub fault: Option<String>,
+    /// For gradients that are exchanged after the backward pass, on the groups themselves.
+    pub blocking: Option<Channel>,
+    /// For those that are exchanged during it, on groups of their own: collectives of the model run at the same time,
+    /// and in no order relative to them. A step in progress has it.
+    pub overlapped: Option<Channel>,
+    /// The order in which gradients are sent, as positions.
+    pub order: Vec<usize>,
+    /// Whether they arrive in that order.
+    pub is_ordered: bool,
+    /// The limits of buckets, once they were measured.
+    pub measured: Option<Limits>,
+    /// By position, whether the last step trained it.
+    pub trained: Vec<bool>,
+}
+
+/// What the program chooses. It is the same on all ranks.
+#[derive(Clone, Default)]
+pub(super) struct Settings {
+    pub bucket_bytes: Option<usize>,
+    pub compressor: Option<Compressor>,
+}
+
+impl State {
+    pub fn new(model: Arc<Model>) -> State {
+        State {
+            settings: Settings::default(),
+            steps: 0,
+            sums: Sums::new(model.clone()),
+            open: 0,
+            last_is_open: false,
+            problem: None,
+            fault: None,
+            blocking: None,
+            overlapped: None,
+            // The last layers first: the backward pass computes their gradients first.
+            order: (0..model.parameters.len()).rev().collect(),
+            is_ordered: false,
+            measured: None,
+            trained: Vec::new(),
+            model,
+        }
+    }
+
+    /// Fills in what a header says of this rank's state. Notices a change of what is trained.
+    pub fn begin(&mut self, header: &mut Header) {
+        header.steps = self.steps;
+        header.bucket_bytes = self.settings.bucket_bytes.unwrap_or(0) as u64;
+        header.compression = self.settings.compressor.as_ref().map_or(0, Compressor::digest);
+        if self.trained != header.trained {
+            // The order of the new gradients is not known.
+            self.is_ordered = false;
+            self.trained.clone_from(&header.trained);
+        }
+    }
+
+    /// Takes the gradients of the passes that have ended.
+    pub fn take_sums(&mut self) -> Sums {
+        replace(&mut self.sums, Sums::new(self.model.clone()))
+    }
+
+    /// Forgets a step whose result is not used.
+    pub fn forget(&mut self) {
+        drop(self.take_sums());
+        self.problem = None;
+        if let Some(compressor) = &self.settings.compressor {
+            compressor.forget();
+        }
+    }
+
+    /// Returns the limits of buckets, unless they are not known yet.
+    pub fn limits(&self) -> Option<Limits> {
+        let of = |bytes| Limits { first: bytes, next: bytes, alone: bytes };
+        self.settings.bucket_bytes.map(of).or(self.measured)
+    }
+
+    /// Returns the buckets of a step whose gradients are exchanged as they arrive.
+    pub fn buckets(&self, parameters: &[Parameter], on_devices: bool) -> BucketTable {
+        let trained = self.order.iter().copied().filter(|position| self.trained[*position]);
+        buckets(parameters, trained, self.limits().unwrap_or(Limits::of(on_devices)))
+    }
+
+    /// Returns the buckets of a step in which these gradients exist, which are all there.
+    pub fn existing_buckets(&self, parameters: &[Parameter], on_devices: bool, exists: &[bool]) -> BucketTable {
+        let (mut left, mut table) = (exists.to_vec(), Vec::new());
+        // Those of overlapped steps are sent as a whole, so that an element has the same place in its bucket, and the
+        // same bits.
+        if self.limits().is_some() {
+            let overlapped = self.buckets(parameters, on_devices);
+            table.extend(overlapped.iter().filter(|bucket| bucket.positions.iter().any(|p| exists[*p])).cloned());
+            table.iter().flat_map(|bucket| &bucket.positions).for_each(|position| left[*position] = false);
+        }
+        let rest = (0..left.len()).rev().filter(|position| left[*position]);
+        table.extend(buckets(parameters, rest, Limits::of(on_devices)).iter().cloned());
+        table.into()
+    }
+}

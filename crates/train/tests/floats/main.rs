@@ -1,0 +1,163 @@
+//! Distributed training without a tensor library: the engine trains vectors, in every form, as one rank would.
+
+mod adapter;
+mod forms;
+
+use std::path::Path;
+use std::sync::{Arc, Barrier};
+use std::thread;
+
+use bonfire_core::{DType, Error, Group};
+use bonfire_testing::{Kind, ranks, run_ranks};
+use bonfire_train::Sharding;
+use bonfire_train::checkpoint::Checkpoints;
+use bonfire_train::lane::{Elements, Memory, Read, Tensor, Tensors};
+use bonfire_train::parameters::Parameter;
+use bonfire_train::protocol::Header;
+use bonfire_train::shards::Cut;
+use bonfire_train::step::{Gradients, Groups, Steps};
+
+use self::adapter::{Floats, initial, parameters, tensor};
+use self::forms::{Model, Sharded, batches, by_parts, by_shards, by_steps, by_sync, load, reference};
+
+fn check(name: &str, train: impl Fn(Group) -> Model + Clone + Send + 'static) {
+    for n in 1..=4 {
+        let expected = reference(n);
+        for kind in [Kind::Threads, Kind::Tcp] {
+            let models = run_ranks(kind, n, train.clone());
+            for (rank, model) in models.iter().enumerate() {
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5;
+                let equal = model.iter().flatten().zip(expected.iter().flatten()).all(close);
+                assert!(equal, "{name}, {n} ranks, {kind:?}, rank {rank}: {model:?}, not {expected:?}");
+                assert!(*model == models[0], "{name}, {n} ranks, {kind:?}: rank {rank} differs from rank 0");
+            }
+        }
+    }
+}
+
+#[test]
+fn replicas_train_as_one_rank() {
+    assert_ne!(reference(1), initial());
+    check("sync", by_sync);
+    check("step", by_steps);
+}
+
+#[test]
+fn a_sharded_optimizer_trains_as_one_rank() {
+    for sharding in [Sharding::All, Sharding::None] {
+        check("ZeRO-1", move |group| by_shards(group, sharding));
+    }
+    check("ZeRO-1 in blocks", |group| {
+        let ranks = if group.world_size() % 2 == 0 { 2 } else { 1 };
+        by_shards(group, Sharding::Blocks(ranks))
+    });
+}
+
+#[test]
+fn parts_train_as_one_rank() {
+    check("ZeRO-3", |group| by_parts(group, 1, false));
+    check("ZeRO-2", |group| by_parts(group, 1, true));
+    check("hybrid", |group| {
+        let replicas = if group.world_size() % 2 == 0 { 2 } else { 1 };
+        by_parts(group, replicas, false)
+    });
+}
+
+#[test]
+fn parts_of_three_ranks_are_loaded_as_wholes_by_two() {
+    let folder = tempfile::tempdir().unwrap();
+    let path: &Path = folder.path();
+    let saved = ranks(3, |group| {
+        let mut training = Sharded::new(group.clone(), false);
+        training.step(batches(0, group.rank(), 3));
+        Checkpoints::new(&group, path).unwrap().save(training.snapshot()).unwrap();
+        training.whole()
+    });
+    let loaded = ranks(2, |group| Checkpoints::new(&group, path).unwrap().load(load).unwrap().unwrap());
+    assert!(loaded.iter().all(|loaded| *loaded == saved[0]));
+    assert_ne!(saved[0], initial());
+}
+
+/// Syncs the gradient of one parameter over blocks of two ranks, twice. Returns both errors. All ranks still hold their
+/// groups then, yet none waits.
+fn failing(group: Group, parameter: Parameter, readable: bool, failed: &Barrier) -> [Error; 2] {
+    let elements = parameter.elements();
+    let parameters: Arc<[Parameter]> = [parameter].into();
+    let groups = Groups::sharded(&Sharding::Blocks(2).mesh("test", &group).unwrap(), "test").unwrap();
+    let tensors = Arc::new(Readable(Floats(parameters.clone()), readable));
+    let steps = Steps::new(groups, parameters, tensors, Cut::Slices, false);
+    let sync = || {
+        let gradients = vec![(0, tensor(vec![1.0; elements]))];
+        steps.sync("sync", Header::new(vec![true]), Gradients { gradients, weight: 1.0, problem: None }).err().unwrap()
+    };
+    let errors = [sync(), sync()];
+    failed.wait();
+    errors
+}
+
+/// An adapter whose tensors may not be readable.
+struct Readable(Floats, bool);
+
+impl Tensors for Readable {
+    fn fits(&self, position: usize, tensor: &Tensor) -> bool {
+        self.0.fits(position, tensor)
+    }
+
+    fn cast(&self, position: usize, tensor: Tensor, dtype: DType) -> Tensor {
+        self.0.cast(position, tensor, dtype)
+    }
+
+    fn scale(&self, tensor: Tensor, dtype: DType, factor: f64) -> Tensor {
+        self.0.scale(tensor, dtype, factor)
+    }
+
+    fn add(&self, one: Tensor, other: Tensor) -> Tensor {
+        self.0.add(one, other)
+    }
+
+    fn read(&self, tensor: Tensor) -> Box<dyn Read> {
+        if self.1 { self.0.read(tensor) } else { Box::new(Unreadable) }
+    }
+
+    fn memory(&self, dtype: DType, elements: usize) -> Result<Box<dyn Memory>, Error> {
+        self.0.memory(dtype, elements)
+    }
+
+    fn tensor(&self, position: usize, shape: &[usize], dtype: DType, memory: Box<dyn Memory>) -> Tensor {
+        self.0.tensor(position, shape, dtype, memory)
+    }
+}
+
+struct Unreadable;
+
+impl Read for Unreadable {
+    fn is_ready(&mut self) -> bool {
+        true
+    }
+
+    fn wait(self: Box<Self>) -> Result<Elements, Error> {
+        Err(Error::broken("reading", "on purpose"))
+    }
+}
+
+#[test]
+fn a_step_that_fails_midway_on_one_rank_leaves_no_rank_waiting() {
+    let run = |elements: fn(usize) -> usize, readable: fn(usize) -> bool, expected: fn(&Error) -> bool| {
+        let failed = &Barrier::new(4);
+        thread::scope(|scope| {
+            for group in Group::threads(4).unwrap() {
+                scope.spawn(move || {
+                    let (rank, shape) = (group.rank(), vec![elements(group.rank())]);
+                    let parameter = Parameter { shape, ..parameters()[1].clone() };
+                    let [first, second] = failing(group, parameter, readable(rank), failed);
+                    assert!(expected(&first), "{first}");
+                    assert_eq!(second, first);
+                });
+            }
+        });
+    };
+    // Rank 0's block disagrees about the parameter. The other block does not, but needs this block.
+    run(|rank| if rank == 0 { 70 } else { 6 }, |_| true, |error| matches!(error, Error::Mismatch { .. }));
+    // Rank 3 fails when the others have exchanged the header, and are in the subgroups.
+    run(|_| 6, |rank| rank != 3, |error| matches!(error, Error::Broken { .. }));
+}
