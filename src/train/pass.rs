@@ -53,8 +53,8 @@ impl<B: AutodiffBackend, M> Pass<B, M> {
         self.0.finish(gradients).map(drop)
     }
 
-    /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model, as
-    /// burn-train's `TrainOutput` does.
+    /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model,
+    /// as burn-train's `TrainOutput` does.
     ///
     /// # Errors
     /// See [`finish`](Self::finish).
@@ -92,8 +92,8 @@ impl<B: AutodiffBackend, M, G> LastPass<B, M, G> {
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the ranks' parameters or settings differ, if
     /// the model is not the one in training, if a rank with samples has no gradients, has run two backward passes in
-    /// one pass, or has another pass of the step open; with full sharding also if it has used its part of a parameter as
-    /// if it were the whole. The groups remain usable. Otherwise the errors of
+    /// one pass, or has another pass of the step open; with full sharding also if it has used its part of a parameter
+    /// as if it were the whole. The groups remain usable. Otherwise the errors of
     /// [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a gradient from its device or has
     /// dropped its step. The call may have succeeded on other ranks then, which are one step ahead: continue with
     /// [`shrink`](super::DataParallel::shrink) or from a checkpoint.
@@ -103,8 +103,8 @@ impl<B: AutodiffBackend, M, G> LastPass<B, M, G> {
         Ok((self.result)(means(outcome)?))
     }
 
-    /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model, as
-    /// burn-train's `TrainOutput` does.
+    /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model,
+    /// as burn-train's `TrainOutput` does.
     ///
     /// # Errors
     /// See [`finish`](Self::finish).
@@ -136,9 +136,9 @@ pub(super) fn means(outcome: Option<Outcome>) -> Result<Means, Error> {
     }
 }
 
-/// What stands for a parameter in the graph once a pass has used it: a leaf of the pass's own, and that leaf with a hook.
-/// burn-autodiff 0.21 may free a leaf while another thread's backward pass ends, so both live until that of the pass has
-/// returned.
+/// What stands for a parameter in the graph once a pass has used it: a leaf of the pass's own, and that leaf with a
+/// hook. burn-autodiff 0.21 may free a leaf while another thread's backward pass ends, so both live until that of the
+/// pass has returned.
 pub(super) struct Node<B: AutodiffBackend> {
     /// The last one is in use.
     made: Mutex<Vec<[FloatTensor<B>; 2]>>,

@@ -96,10 +96,10 @@ impl<B: AutodiffBackend> Form<B> for Replicas<B> {
     }
 }
 
-/// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own into
-/// the graph, with a hook. So a hook's depth is that of the first use, whatever the order in which the model declares
-/// its parameters. A clone of the model uses the same hooks, because a gradient that arrives in two parts is incomplete.
-/// Also returns whether layers of the model communicate in the backward pass.
+/// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own
+/// into the graph, with a hook. So a hook's depth is that of the first use, whatever the order in which the model
+/// declares its parameters. A clone of the model uses the same hooks, because a gradient that arrives in two parts is
+/// incomplete. Also returns whether layers of the model communicate in the backward pass.
 fn observed<B: AutodiffBackend, M: AutodiffModule<B>>(
     model: &M,
     parameters: &Parameters<B>,

@@ -95,8 +95,8 @@ pub fn train(program: &Program) -> Option<Vec<f64>> {
     Some(models.iter().flat_map(model::floats).collect())
 }
 
-/// Returns the loss of a step: the mean over all passes of all ranks, each with its weight. The models run one after the
-/// other.
+/// Returns the loss of a step: the mean over all passes of all ranks, each with its weight. The models run one after
+/// the other.
 fn loss(program: &Program, models: &[Net<B>], step: usize) -> Option<Tensor<B, 1>> {
     let ranks = &program.passes[step];
     let total: usize = ranks.iter().flatten().map(|(_, weight)| weight).sum();

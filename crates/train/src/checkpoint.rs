@@ -103,11 +103,11 @@ impl Checkpoints {
     /// Saves a new set. Returns on all ranks when it is complete and on disk. The ranks may take an hour to write.
     ///
     /// # Errors
-    /// On all ranks the same, that of the lowest rank that fails: that of its snapshot; [`Error::Io`] if a file cannot be
-    /// written, because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch
-    /// and batch, if they differ in what each saves a part of, or if they do not share the folder. The sets before are
-    /// unchanged, and the ranks can save again. The error of a save in the background, which then was the last one.
-    /// Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    /// On all ranks the same, that of the lowest rank that fails: that of its snapshot; [`Error::Io`] if a file cannot
+    /// be written, because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same
+    /// epoch and batch, if they differ in what each saves a part of, or if they do not share the folder. The sets
+    /// before are unchanged, and the ranks can save again. The error of a save in the background, which then was the
+    /// last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, snapshot: Result<Snapshot, Error>) -> Result<(), Error> {
         self.wait()?;
         self.job(snapshot).run()
@@ -142,13 +142,13 @@ impl Checkpoints {
         thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
     }
 
-    /// Loads the newest set, which rank 0 chooses: returns what `read` makes of it on each rank. `None` if the folder has
-    /// none.
+    /// Loads the newest set, which rank 0 chooses: returns what `read` makes of it on each rank. `None` if the folder
+    /// has none.
     ///
     /// # Errors
-    /// On all ranks the same, that of the lowest rank that fails: that of `read`; [`Error::InvalidArgument`] if a file of
-    /// the set is missing, truncated, damaged or of another save; [`Error::Io`] if a file cannot be read. Otherwise the
-    /// errors of [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
+    /// On all ranks the same, that of the lowest rank that fails: that of `read`; [`Error::InvalidArgument`] if a file
+    /// of the set is missing, truncated, damaged or of another save; [`Error::Io`] if a file cannot be read. Otherwise
+    /// the errors of [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
     pub fn load<T>(&mut self, read: impl FnOnce(&Set) -> Result<T, Error>) -> Result<Option<T>, Error> {
         self.wait()?;
         let own = if self.lane.rank() == 0 { self.newest() } else { Ok(None) };

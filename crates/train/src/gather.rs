@@ -1,7 +1,7 @@
 //! Training steps of a model of which every rank keeps a part (ZeRO-3, ZeRO-2).
 //!
-//! Parameters are gathered block by block where a pass needs them, and freed after it. Every pass reduces its gradients,
-//! so that a rank keeps parts of them only; the last pass of a step returns the mean over all.
+//! Parameters are gathered block by block where a pass needs them, and freed after it. Every pass reduces its
+//! gradients, so that a rank keeps parts of them only; the last pass of a step returns the mean over all.
 //!
 //! All ranks must start the same gathers in the same order. What a rank starts follows from what its pass uses and from
 //! the pass before ([`history`]), so ranks that run the same model agree without a message. A rank that runs no pass
@@ -11,8 +11,8 @@
 //! A pass waits for a block that it needs: that of the forward pass wherever a parameter is first used, that of the
 //! backward pass where a step of it needs the value, while the tensor library may hold locks that other ranks of this
 //! process need. What it waits for are gathers, which run on the progress threads of all ranks once every rank has
-//! started them. A rank starts its first gathers of the backward pass during its forward pass, and each further one when
-//! its own backward pass needs the block before. So a rank whose backward pass has ended keeps no other waiting,
+//! started them. A rank starts its first gathers of the backward pass during its forward pass, and each further one
+//! when its own backward pass needs the block before. So a rank whose backward pass has ended keeps no other waiting,
 //! whatever locks it waits for. A gradient never waits; before the next block is gathered, the backward pass of a rank
 //! that is a process waits for gradients in flight.
 
@@ -44,8 +44,8 @@ const OPERATION: &str = "full sharding";
 /// The block of the parameters that are in no block. It is gathered once in a pass, and stays until its end.
 pub const ROOT: usize = 0;
 
-/// How many buffers for whole gradients are kept, where their memory is bounded: one is reduced while another is filled.
-/// At the end of a pass, where no block is gathered again, a third may be in flight.
+/// How many buffers for whole gradients are kept, where their memory is bounded: one is reduced while another is
+/// filled. At the end of a pass, where no block is gathered again, a third may be in flight.
 const KEPT: usize = 2;
 
 /// How often blocks were gathered in the passes of a step.

@@ -1,4 +1,5 @@
-//! Distributed training without a tensor library: what an adapter for one needs to train models on the ranks of a group.
+//! Distributed training without a tensor library: what an adapter for one needs to train models on the ranks of a
+//! group.
 //!
 //! It knows parameters by position, with their paths, shapes and element types, and tensors as handles that only the
 //! adapter can open ([`lane::Tensors`]). `bonfire-burn` is such an adapter; `tests/floats` has one over `Vec<f32>`.

@@ -12,9 +12,9 @@ use bonfire_core::{Error, Group};
 /// and 6, 3 and 7 those of `replicate`. The last dimension is the one of consecutive ranks, so let it be the one with
 /// most traffic, and as long as a host has ranks.
 ///
-/// Full sharding and the sharded optimizer take a mesh of the dimensions `shard` and `replicate`. Data parallelism trains
-/// replicas over these two, and other dimensions give subgroups for collectives of your own, such as those of tensor
-/// parallelism.
+/// Full sharding and the sharded optimizer take a mesh of the dimensions `shard` and `replicate`. Data parallelism
+/// trains replicas over these two, and other dimensions give subgroups for collectives of your own, such as those of
+/// tensor parallelism.
 ///
 /// ```
 /// use bonfire_core::{Error, Group, ReduceOp, launch};

@@ -6,8 +6,8 @@
 //! | [`Weight`] | when the weight of a rank's passes is known | the weight |
 //! | [`Trailer`] | when a rank has all its gradients | which there were, and what went wrong |
 //!
-//! Each is an all-gather of words that are as many on all ranks. Gradients are sent in between, from the moment in which
-//! header and weights of all ranks are there. Where a rank knows all three at once, they are one message.
+//! Each is an all-gather of words that are as many on all ranks. Gradients are sent in between, from the moment in
+//! which header and weights of all ranks are there. Where a rank knows all three at once, they are one message.
 //!
 //! Messages of their own cost some microseconds. In exchange, weights are known before gradients are packed, and none
 //! is sent for a step that the ranks cannot make.
@@ -27,8 +27,8 @@ use crate::bucket::Weighting;
 /// The name of a step in errors.
 pub(crate) const OPERATION: &str = "training step";
 
-/// The names of the messages at the ends of a step and of a pass. Messages of other names are other calls, so ranks that
-/// exchange different ones learn of it.
+/// The names of the messages at the ends of a step and of a pass. Messages of other names are other calls, so ranks
+/// that exchange different ones learn of it.
 pub(crate) const STEP_END: &str = "end of step";
 pub(crate) const PASS_END: &str = "end of pass";
 

@@ -8,8 +8,8 @@ use bonfire_core::{Error, Group, partition};
 /// A sampler that distributes the samples of a data set over the ranks, in shuffled batches.
 ///
 /// Batches are global: their sizes and samples depend on the seed and the epoch, but not on the world size. Each rank
-/// gets its [`partition`](bonfire_core::partition()) of a batch, its *shard*: 17, 17 and 16 samples of a batch of 50 on 3
-/// ranks. All ranks make the same number of steps. If a batch has fewer samples than there are ranks, the last ranks
+/// gets its [`partition`](bonfire_core::partition()) of a batch, its *shard*: 17, 17 and 16 samples of a batch of 50 on
+/// 3 ranks. All ranks make the same number of steps. If a batch has fewer samples than there are ranks, the last ranks
 /// get an *empty* shard. They still take part in the step, with no samples:
 ///
 /// ```
@@ -26,8 +26,9 @@ use bonfire_core::{Error, Group, partition};
 /// ```
 ///
 /// This works if the model's layers do not communicate. If they do, as batch normalisation over all ranks does, every
-/// rank must run the model in every step, and many layers cannot run on a batch without samples. Use [`pad`](Self::pad) or [`drop_last`](Self::drop_last), with at least as many samples in a batch
-/// as there are ranks. Then no shard is empty.
+/// rank must run the model in every step, and many layers cannot run on a batch without samples. Use [`pad`](Self::pad)
+/// or [`drop_last`](Self::drop_last), with at least as many samples in a batch as there are ranks. Then no shard is
+/// empty.
 ///
 /// The order of samples is the same on every platform and in every version of Bonfire.
 #[derive(Clone, Debug)]

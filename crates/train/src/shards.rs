@@ -160,8 +160,8 @@ impl Placement<'_> {
     }
 }
 
-/// Copies to `part` the elements that are this rank's part of `whole`, and pads it with zeros. Both are bytes of elements
-/// of this width.
+/// Copies to `part` the elements that are this rank's part of `whole`, and pads it with zeros. Both are bytes of
+/// elements of this width.
 pub fn cut(layout: &Layout, position: usize, whole: &[u8], width: usize, part: &mut [u8]) {
     let range = layout.range(position);
     let (own, padding) = part.split_at_mut(range.len() * width);

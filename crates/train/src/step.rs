@@ -1,12 +1,12 @@
 //! Training steps of a model that is whole on every rank: data parallelism, and sharded optimizers (ZeRO-1).
 //!
 //! A step has any number of passes. A pass hands over its gradients in any order, each as soon as it is complete
-//! ([`Receiver::receive`]). Those of the last pass leave in full buckets while the backward pass computes the next ones;
-//! those of the passes before wait on the rank and leave with them. [`Steps::sync`] gets all gradients at once.
+//! ([`Receiver::receive`]). Those of the last pass leave in full buckets while the backward pass computes the next
+//! ones; those of the passes before wait on the rank and leave with them. [`Steps::sync`] gets all gradients at once.
 //!
 //! # The invariant
-//! Every gradient that exists for a parameter at the end of a step is exchanged exactly once, or the step is an error on
-//! all ranks. A gradient that comes when its bucket may have left is exchanged in a bucket of its own at the end.
+//! Every gradient that exists for a parameter at the end of a step is exchanged exactly once, or the step is an error
+//! on all ranks. A gradient that comes when its bucket may have left is exchanged in a bucket of its own at the end.
 
 mod exchange;
 mod gather;

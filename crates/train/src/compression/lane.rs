@@ -227,7 +227,8 @@ fn is_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |finite, value| finite & value.is_finite())
 }
 
-/// A lane on which gradients travel compressed. Its calls are all-reduces of f32, whose tensors lie one after the other.
+/// A lane on which gradients travel compressed. Its calls are all-reduces of f32, whose tensors lie one after the
+/// other.
 pub(crate) struct CompressedLane {
     pub group: Group,
     pub tensors: Arc<dyn Tensors>,

@@ -306,8 +306,8 @@ impl Pass {
             return Ok(());
         }
         self.received[position] = true;
-        // Where other ranks wait for gradients in their backward passes, this one is sent at once: before this rank needs
-        // a block that they have not begun to gather, of this model or of another one.
+        // Where other ranks wait for gradients in their backward passes, this one is sent at once: before this rank
+        // needs a block that they have not begun to gather, of this model or of another one.
         let wait = self.engine.bounded;
         let decided = self.agreement.decided(wait)?;
         // Gradients of no samples are NaN.

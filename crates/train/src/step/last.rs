@@ -14,8 +14,8 @@ use bonfire_core::{Error, Group};
 
 /// A step from the header to the trailer.
 ///
-/// [`receive`](Self::receive) runs inside the backward pass, while the tensor library may hold locks that other ranks of
-/// this process need. So it never waits: not for a peer, nor for a message, nor for a read from the device. It does
+/// [`receive`](Self::receive) runs inside the backward pass, while the tensor library may hold locks that other ranks
+/// of this process need. So it never waits: not for a peer, nor for a message, nor for a read from the device. It does
 /// what can be done at once and leaves the rest to the next gradient, or to [`finish`](Self::finish).
 pub(super) struct Last {
     main: Group,

@@ -20,9 +20,9 @@ pub trait Pass: Send {
     /// Those of starting an operation. Then the groups have failed.
     fn set_weight(&self, weight: f64) -> Result<(), Error>;
 
-    /// Ends the pass after its backward pass. `direct` are gradients that have reached the model in training itself, and
-    /// that no hook has received; `problem` is what is wrong with what the program has done. After the last pass of the
-    /// step it waits for the exchange; otherwise there is no outcome.
+    /// Ends the pass after its backward pass. `direct` are gradients that have reached the model in training itself,
+    /// and that no hook has received; `problem` is what is wrong with what the program has done. After the last pass of
+    /// the step it waits for the exchange; otherwise there is no outcome.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if they cannot make the step; the groups stay usable. Otherwise those of

@@ -11,8 +11,8 @@ use bonfire_core::{DType, Error, Operation};
 
 impl Steps {
     /// Updates the parameters for which a gradient exists, at this learning rate, and returns them by position, whole.
-    /// `update` returns this rank's part of the one at a position; `None` where it has none. While it updates some, those
-    /// before are gathered. All ranks must call this.
+    /// `update` returns this rank's part of the one at a position; `None` where it has none. While it updates some,
+    /// those before are gathered. All ranks must call this.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if rates differ; the groups stay usable. Otherwise those of
