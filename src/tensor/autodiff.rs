@@ -49,6 +49,7 @@
 pub(crate) mod hook;
 mod linear;
 
+use std::cell::Cell;
 use std::sync::{Arc, OnceLock};
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -254,12 +255,26 @@ fn linear<B: AutodiffBackend, const D: usize>(
     linear: Linear,
 ) -> Result<Tensor<B, D>, Error> {
     check_backend::<B>(OPERATION)?;
+    count();
     let tensor = tensor.into_primitive().tensor();
     let result = with_tracked::<B, _>(tensor, |tensor| linear::tracked(tensor, group, linear))?;
     Ok(Tensor::from_primitive(TensorPrimitive::Float(result)))
 }
 
 const OPERATION: &str = "differentiable collective";
+
+thread_local! {
+    static COLLECTIVES: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Returns how many differentiable collectives this thread has begun.
+pub(crate) fn collectives() -> u64 {
+    COLLECTIVES.get()
+}
+
+fn count() {
+    COLLECTIVES.set(COLLECTIVES.get() + 1);
+}
 
 /// The weight of a rank's loss in a global loss that is a weighted sum. It may be known only after the forward pass.
 #[derive(Clone, Debug, Default)]
@@ -292,6 +307,7 @@ pub(crate) fn weighted_sum<B: AutodiffBackend>(
     weight: &Weight,
 ) -> Result<FloatTensor<B>, Error> {
     check_backend::<B>(OPERATION)?;
+    count();
     with_tracked::<B, _>(tensor, |tensor| tracked_sum(tensor, group, weight))
 }
 

@@ -266,8 +266,8 @@ impl<I: Backend> Lane for DeviceLane<I> {
 struct OnDevice<I: Backend>(PendingTensors<FloatTensor<I>>);
 
 impl<I: Backend> Pending for OnDevice<I> {
-    fn is_finished(&self) -> bool {
-        false
+    fn is_finished(&self) -> Option<bool> {
+        None
     }
 
     fn wait(self: Box<Self>) -> Result<Vec<Handle>, Error> {

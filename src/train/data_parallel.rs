@@ -106,7 +106,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
             (1..ranks.len()).any(|rank| ranks[..rank].iter().any(|[_, process]| *process == ranks[rank][1]));
         let tensors = BurnTensors::of(&parameters);
         let steps = Steps::new(Groups::replicas(group)?, parameters.described(), tensors, Cut::Rows, on_devices);
-        Ok((model, DataParallel { replicas: Replicas { steps, parameters, unused, has_threads } }))
+        let communicate = Arc::default();
+        Ok((model, DataParallel { replicas: Replicas { steps, parameters, unused, has_threads, communicate } }))
     }
 
     /// Returns the group of ranks.
@@ -175,6 +176,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] while the last pass of a step is open.
+    #[track_caller]
     pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
         self.pass_of(model, weight as f64)
     }

@@ -16,7 +16,7 @@ use self::model::{cut, eager, gathered_at_use, restored};
 use super::adapter::{BurnTensors, handle};
 use super::model::{InModel, Parameters, broadcast_parameters, rebuild};
 use super::parts::{Parts, Sharded};
-use super::pass::{Fault, Form, LastPass, Open, Pass};
+use super::pass::{Fault, Form, LastPass, Layers, Open, Pass};
 use super::states;
 use crate::tensor::autodiff::Weight;
 use crate::tensor::autodiff::hook::check_backend;
@@ -345,7 +345,16 @@ impl<B: AutodiffBackend> Form<B> for FullyShardedParallel<B> {
         let (model, nodes) = gathered_at_use(model, &self.parameters, &self.steps, &pass.hooks(), &weight);
         let parameters = self.parameters.clone();
         // All ranks wait at the end of a pass anyway.
-        Ok(Open { model, engine: Box::new(pass), weight, nodes, own, parameters, communicates: true, barrier: None })
+        Ok(Open {
+            model,
+            engine: Box::new(pass),
+            weight,
+            nodes,
+            own,
+            parameters,
+            layers: Layers::new(&Arc::new(true.into())),
+            barrier: None,
+        })
     }
 
     #[track_caller]

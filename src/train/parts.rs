@@ -18,7 +18,7 @@ use bonfire_core::Error;
 use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_train::agree::all_gather_values;
 use bonfire_train::lane::{Tensors, sums_of_squares};
-use bonfire_train::shards::Layout;
+use bonfire_train::shards::{Cut, Layout};
 use bonfire_train::step::{Groups, Means};
 
 /// The mean gradients of a step with sharded parameters ([`FullyShardedParallel`](crate::FullyShardedParallel)) or a
@@ -130,6 +130,10 @@ impl<B: AutodiffBackend> Parts<B> {
         M: AutodiffModule<B>,
         O: SimpleOptimizer<B::InnerBackend> + 'static,
     {
+        if self.of.layout.cut == Cut::Slices {
+            let reason = "the gradients are parts for a sharded optimizer; pass them to its `step`";
+            return Err(Error::argument("for_optimizer", reason));
+        }
         let Parts { gradients, of, .. } = self.clipped_for("for_optimizer", optimizer)?;
         let parts = gradients.into_iter().enumerate();
         Ok(of.parameters.gradients(parts.filter_map(|(position, part)| Some((position, part?)))))

@@ -11,7 +11,7 @@ use burn::tensor::ops::FloatTensor;
 
 use super::adapter::handle;
 use super::model::{InModel, Parameters};
-use crate::tensor::autodiff::{Weight, attempt};
+use crate::tensor::autodiff::{Weight, attempt, collectives};
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
 use bonfire_train::protocol::{Problem, Refusal};
@@ -35,8 +35,10 @@ impl<B: AutodiffBackend, M> Pass<B, M> {
     /// Returns the model for this pass. Its parameters have the values of the model in training, and hand their
     /// gradients over during the backward pass.
     ///
-    /// Clones of it may be used too. A [`fork`](burn::module::Module::fork), or what
-    /// [`no_grad`](burn::module::Module::no_grad) returns, hands no gradients over.
+    /// Run one backward pass over it. The gradients of a second one come too late, which is an error where `finish`
+    /// gets them; it cannot know of those that a program drops. Clones of the model may be used too. A
+    /// [`fork`](burn::module::Module::fork), or what [`no_grad`](burn::module::Module::no_grad) returns, hands no
+    /// gradients over.
     pub fn model(&self) -> &M {
         &self.0.model
     }
@@ -54,7 +56,7 @@ impl<B: AutodiffBackend, M> Pass<B, M> {
     }
 
     /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model,
-    /// as burn-train's `TrainOutput` does.
+    /// as burn-train's `TrainOutput` does. Those that have reached the model in training itself are lost then.
     ///
     /// # Errors
     /// See [`finish`](Self::finish).
@@ -187,10 +189,30 @@ pub(super) struct Open<B: AutodiffBackend, M> {
     /// What the model in training has.
     pub own: InModel<B>,
     pub parameters: Parameters<B>,
-    /// Whether layers of the model communicate.
-    pub communicates: bool,
-    /// The ranks wait for each other at the end of the pass.
+    pub layers: Layers,
+    /// If layers of the model communicate, the ranks wait for each other here at the end of the pass.
     pub barrier: Option<Group>,
+}
+
+/// Whether layers of a model communicate, as far as its passes have shown it.
+pub(super) struct Layers {
+    communicate: Arc<AtomicBool>,
+    /// The thread's collectives before the pass.
+    before: u64,
+}
+
+impl Layers {
+    pub fn new(communicate: &Arc<AtomicBool>) -> Layers {
+        Layers { communicate: communicate.clone(), before: collectives() }
+    }
+
+    fn communicate(&self) -> bool {
+        // Relaxed: it is the same in all passes of a model, whichever sets it.
+        if collectives() > self.before {
+            self.communicate.store(true, Ordering::Relaxed);
+        }
+        self.communicate.load(Ordering::Relaxed)
+    }
 }
 
 impl<B: AutodiffBackend, M> Open<B, M> {
@@ -229,9 +251,9 @@ impl<B: AutodiffBackend, M> Open<B, M> {
         direct: Vec<(usize, bonfire_train::lane::Tensor)>,
         problem: Option<Problem>,
     ) -> Result<Option<Outcome>, Error> {
-        let Open { engine, barrier, .. } = self;
+        let Open { engine, layers, barrier, .. } = self;
         let outcome = engine.finish(direct, problem)?;
-        barrier.map_or(Ok(()), |group| group.barrier())?;
+        barrier.filter(|_| layers.communicate()).map_or(Ok(()), |group| group.barrier())?;
         Ok(outcome)
     }
 }
@@ -260,7 +282,7 @@ pub(super) trait Form<B: AutodiffBackend> {
                     let open = open.weigh(weight as f64)?;
                     open.finish(&mut attempt(|| loss.backward())?)?
                 }
-                Err(fault) => match open.engine.fail(fault.to_string(), open.communicates)? {
+                Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
                     None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,
                     outcome => outcome,
                 },

@@ -1,5 +1,6 @@
 //! Steps of a model that is whole on every rank.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 
 use burn::module::AutodiffModule;
@@ -10,7 +11,7 @@ use burn::tensor::backend::AutodiffBackend;
 use super::adapter::handle;
 use super::batch_norm;
 use super::model::{InModel, Parameters};
-use super::pass::{Form, Nodes, Open};
+use super::pass::{Form, Layers, Nodes, Open};
 use super::walk::{Lazy, map_lazily};
 use crate::tensor::autodiff::Weight;
 use crate::tensor::autodiff::hook::{PassStart, hook};
@@ -20,12 +21,15 @@ use bonfire_train::protocol::{Header, Problem};
 use bonfire_train::step::{Gradients, Outcome, Pass, Receiver, Steps, Unused};
 
 /// Trains a model that is whole on every rank.
+#[derive(Clone)]
 pub(super) struct Replicas<B: AutodiffBackend> {
     pub steps: Steps,
     pub parameters: Parameters<B>,
     pub unused: Arc<Unused>,
     /// Whether any ranks are threads of one process.
     pub has_threads: bool,
+    /// Whether layers of the model communicate, as far as it is known.
+    pub communicate: Arc<AtomicBool>,
 }
 
 static WARNED: Once = Once::new();
@@ -71,6 +75,33 @@ impl<B: AutodiffBackend> Replicas<B> {
         let gradients = Gradients { gradients: gradients.collect(), weight: weight as f64, problem };
         self.steps.sync(operation, header, gradients).map(Some)
     }
+
+    /// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own
+    /// into the graph, with a hook. So a hook's depth is that of the first use, whatever the order in which the model
+    /// declares its parameters. A clone of the model uses the same hooks, because a gradient that arrives in two parts
+    /// is incomplete.
+    fn observed<M: AutodiffModule<B>>(&self, model: &M, receiver: &Receiver, weight: &Weight) -> (M, Nodes<B>) {
+        let nodes: Nodes<B> = (0..self.parameters.len()).map(|_| Arc::default()).collect();
+        let start = PassStart::now();
+        let enter = |container: &str| {
+            if batch_norm::offer_weight(container, weight) {
+                self.communicate.store(true, Ordering::Relaxed);
+            }
+        };
+        let model = map_lazily(model.clone(), enter, |parameter| {
+            let position = self.parameters.position(parameter.id).filter(|_| parameter.trained)?;
+            let (node, value) = (nodes[position].clone(), parameter.value);
+            let (start, receiver, shape) = (start.clone(), receiver.clone(), value.shape());
+            let of_first_use = move || {
+                let leaf = B::float_detach(value.clone());
+                let receiver = receiver.clone();
+                let receive = Arc::new(move |gradient| receiver.receive(position, handle::<B::InnerBackend>(gradient)));
+                [leaf.clone(), hook::<B>(leaf, &start, receive, None)]
+            };
+            Some(Lazy { shape, value: Arc::new(move || node.hooked(&of_first_use)) })
+        });
+        (model, nodes)
+    }
 }
 
 impl<B: AutodiffBackend> Form<B> for Replicas<B> {
@@ -80,12 +111,13 @@ impl<B: AutodiffBackend> Form<B> for Replicas<B> {
         let header = if is_last { Some(self.header(&own)?) } else { None };
         let pass = self.steps.pass(header)?;
         let weight = Weight::default();
-        let (model, nodes, communicates) = observed(model, &self.parameters, &pass.receiver(), &weight);
+        let layers = Layers::new(&self.communicate);
+        let (model, nodes) = self.observed(model, &pass.receiver(), &weight);
         // A layer that waits for other ranks in a backward pass holds locks of burn-autodiff, which a rank on another
         // thread needs at the end of its own. So no rank begins a backward pass before all have ended the last one.
-        let barrier = (communicates && self.has_threads && !is_last).then(|| self.steps.groups().main.clone());
+        let barrier = (self.has_threads && !is_last).then(|| self.steps.groups().main.clone());
         let parameters = self.parameters.clone();
-        Ok(Open { model, engine: Box::new(pass), weight, nodes, own, parameters, communicates, barrier })
+        Ok(Open { model, engine: Box::new(pass), weight, nodes, own, parameters, layers, barrier })
     }
 
     #[track_caller]
@@ -94,33 +126,4 @@ impl<B: AutodiffBackend> Form<B> for Replicas<B> {
         pass.set_weight(0.0)?;
         pass.finish(Vec::new(), None)?.ok_or_else(|| Error::broken("skip", "a last pass has no outcome"))
     }
-}
-
-/// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own
-/// into the graph, with a hook. So a hook's depth is that of the first use, whatever the order in which the model
-/// declares its parameters. A clone of the model uses the same hooks, because a gradient that arrives in two parts is
-/// incomplete. Also returns whether layers of the model communicate in the backward pass.
-fn observed<B: AutodiffBackend, M: AutodiffModule<B>>(
-    model: &M,
-    parameters: &Parameters<B>,
-    receiver: &Receiver,
-    weight: &Weight,
-) -> (M, Nodes<B>, bool) {
-    let mut communicates = false;
-    let nodes: Nodes<B> = (0..parameters.len()).map(|_| Arc::default()).collect();
-    let start = PassStart::now();
-    let enter = |container: &str| communicates |= batch_norm::offer_weight(container, weight);
-    let model = map_lazily(model.clone(), enter, |parameter| {
-        let position = parameters.position(parameter.id).filter(|_| parameter.trained)?;
-        let (node, value) = (nodes[position].clone(), parameter.value);
-        let (start, receiver, shape) = (start.clone(), receiver.clone(), value.shape());
-        let of_first_use = move || {
-            let leaf = B::float_detach(value.clone());
-            let receiver = receiver.clone();
-            let receive = Arc::new(move |gradient| receiver.receive(position, handle::<B::InnerBackend>(gradient)));
-            [leaf.clone(), hook::<B>(leaf, &start, receive, None)]
-        };
-        Some(Lazy { shape, value: Arc::new(move || node.hooked(&of_first_use)) })
-    });
-    (model, nodes, communicates)
 }

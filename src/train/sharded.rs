@@ -28,7 +28,7 @@ use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use super::walk::map_floats;
 use bonfire_core::Error;
-use bonfire_train::protocol::Refusal;
+use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::shards::Cut;
 use bonfire_train::step::{Groups, Outcome, Steps};
 use bonfire_train::{DeviceMesh, Sharding};
@@ -142,13 +142,14 @@ where
     /// # Errors
     /// [`Error::InvalidArgument`], before anything is sent, if the mesh has other dimensions or is not of the ranks of
     /// `ddp`, and for an optimizer that [`new`](Self::new) refuses.
+    #[track_caller]
     pub fn on_mesh(
         ddp: &DataParallel<B>,
         optimizer: OptimizerAdaptor<O, M, B>,
         mesh: &DeviceMesh,
     ) -> Result<Self, Error> {
         check_optimizer(ddp, &optimizer)?;
-        let Replicas { steps, parameters, unused, has_threads } = &ddp.replicas;
+        let Replicas { steps, parameters, unused, .. } = &ddp.replicas;
         unused.end();
         let mut groups = Groups::sharded(mesh, OPERATION)?;
         let (whole, own) = (mesh.whole(), ddp.group());
@@ -162,7 +163,7 @@ where
         let parameters = parameters.clone();
         let of = Sharded { groups, parameters: parameters.clone(), tensors, layout: steps.layout().clone() };
         let states = parameters.iter().map(|_| None).collect();
-        let replicas = Replicas { steps, parameters, unused: unused.clone(), has_threads: *has_threads };
+        let replicas = Replicas { steps, parameters, ..ddp.replicas.clone() };
         Ok(ShardedOptimizer { replicas, of: Arc::new(of), optimizer, states })
     }
 
@@ -198,6 +199,7 @@ where
     ///
     /// # Errors
     /// See [`DataParallel::pass`].
+    #[track_caller]
     pub fn pass(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
         self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
     }
@@ -206,6 +208,7 @@ where
     ///
     /// # Errors
     /// See [`DataParallel::last_pass`].
+    #[track_caller]
     pub fn last_pass(&self, model: &M, weight: usize) -> Result<LastPass<B, M, Parts<B>>, Error> {
         let of = self.of.clone();
         let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
@@ -216,6 +219,7 @@ where
     ///
     /// # Errors
     /// See [`LastPass::finish`].
+    #[track_caller]
     pub fn skip(&self, model: &M) -> Result<Parts<B>, Error> {
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
@@ -224,6 +228,7 @@ where
     ///
     /// # Errors
     /// See [`LastPass::finish`].
+    #[track_caller]
     pub fn join(&self, model: &M) -> Result<Option<Parts<B>>, Error> {
         Ok(match self.replicas.skip(model)? {
             Outcome::NoSamples => None,
@@ -254,11 +259,8 @@ where
     #[track_caller]
     pub fn step(&mut self, lr: LearningRate, model: &mut M, parts: Parts<B>) -> Result<(), Error> {
         let steps = &self.replicas.steps;
-        if !Arc::ptr_eq(&parts.of.layout, steps.layout()) && !self.is_of_same_sharding(&parts) {
-            let reason = "the parts are of another model or another sharding; pass what the passes of this optimizer \
-                          return, or those of one for the same `DataParallel` and sharding";
-            return Err(Error::argument("step", reason));
-        }
+        let is_own = Arc::ptr_eq(&parts.of.layout, steps.layout()) || self.is_of_same_sharding(&parts);
+        steps.begin_update("step", lr, (!is_own).then_some(Problem::OtherParts))?;
         let mut parts = parts.clipped_for("step", &self.optimizer)?;
         let values = self.replicas.in_model(model).values;
         let update = |position: usize| {
@@ -273,7 +275,7 @@ where
             self.states[position] = state;
             Some(handle::<B::InnerBackend>(primitive(value)))
         };
-        let mut updated = steps.update("step", lr, &parts.exists, update)?;
+        let mut updated = steps.update(&parts.exists, update)?;
         let parameters = &self.replicas.parameters;
         *model = map_floats(model.clone(), |parameter| {
             let value = opened::<B::InnerBackend>(updated[parameters.position(parameter.id)?].take()?);

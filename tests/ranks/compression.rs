@@ -262,6 +262,23 @@ fn different_compressions_and_f64_are_refused() {
 }
 
 #[test]
+fn a_parameter_of_f64_that_is_unfrozen_later_is_refused() {
+    let errors = ranks(2, |group| {
+        let wide = Tensor::<Training, 1>::from_data(TensorData::from([1.0f64]), (&Default::default(), DType::F64));
+        let frozen = Param::from_tensor(wide).set_require_grad(false);
+        let (model, mut ddp) = DataParallel::new(group, vec![frozen]).unwrap();
+        ddp.set_compression(Int8).unwrap();
+        let [frozen] = <[_; 1]>::try_from(model).unwrap();
+        let model = vec![frozen.set_require_grad(true)];
+        ddp.run(&model, [()], |model, ()| (model[0].val().sum(), 1)).err().unwrap()
+    });
+    for error in errors {
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("rank 0 trains `0`, whose elements of f64"), "{error}");
+    }
+}
+
+#[test]
 fn half_precision_parameters_keep_their_type() {
     ranks(2, |group| {
         let rank = group.rank();

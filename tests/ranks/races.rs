@@ -128,7 +128,7 @@ impl Kind {
                 net.c.forward(Tensor::cat(branches, 0)).powf_scalar(2.0).mean()
             }
             Kind::Adversarial => {
-                let made = net.forward(input(seed), operation).slice([0..ROWS]);
+                let made = net.forward(input(seed), operation).slice(0..ROWS);
                 critic.forward(made, operation).powf_scalar(2.0).mean()
             }
             _ => net.loss(seed, operation),

@@ -7,7 +7,7 @@ mod models;
 use std::thread;
 use std::time::Duration;
 
-use bonfire::tensor::autodiff::attempt;
+use bonfire::tensor::autodiff::{all_reduce_sum, attempt};
 use bonfire::{DataParallel, Group, SyncBatchNormConfig};
 use bonfire_testing::{Kind, ranks, run_ranks};
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
@@ -155,6 +155,26 @@ fn three_passes_are_exchanged_once_and_are_those_of_their_mean() {
             }
         });
     }
+}
+
+/// Layers that communicate hold locks of burn-autodiff while they wait, which a rank on another thread needs where its
+/// backward pass ends.
+#[test]
+fn passes_whose_layers_communicate_do_not_lock_each_other_out() {
+    let results = ranks(3, |group| {
+        let model = Branches::new();
+        let (model, ddp) = DataParallel::new(group.clone(), model).unwrap();
+        let loss = |model: &Branches<Training>, i: usize| {
+            let own = model.loss(values([2, 5], 3 * group.rank() + i), true);
+            (all_reduce_sum(own, &group).unwrap(), 1)
+        };
+        let steps = (0..30).map(|_| {
+            let grads = ddp.run(&model, 0..4, loss).unwrap();
+            bits(&SgdConfig::new().init().step(1.0, model.clone(), grads))
+        });
+        steps.collect::<Vec<_>>()
+    });
+    assert!(results.iter().flatten().all(|bits| *bits == results[0][0]));
 }
 
 #[test]

@@ -190,8 +190,8 @@ pub trait Lane: Send {
 
 /// An operation in flight.
 pub trait Pending: Send {
-    /// Whether [`wait`](Self::wait) would return at once. False where that is not known.
-    fn is_finished(&self) -> bool;
+    /// Whether [`wait`](Self::wait) would return at once. `None` where that is not known.
+    fn is_finished(&self) -> Option<bool>;
 
     /// Waits for the operation. Returns the tensors of its targets, in their order.
     ///

@@ -8,11 +8,12 @@
 //! |---|---|
 //! | train replicas, or shard the optimizer state (ZeRO-1) | [`step::Steps`] |
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`gather::GatherSteps`] |
+//! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
 //! | save and load sets that any number of ranks can load | [`checkpoint`] |
 //!
-//! The interface is for adapters, and has the version of the group's own: see `bonfire-core`.
+//! The interface is for adapters, and may change in any version.
 
 #![warn(missing_docs)]
 

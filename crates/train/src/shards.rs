@@ -31,6 +31,8 @@ pub struct Layout {
     pub ranks: usize,
     /// This rank.
     pub rank: usize,
+    /// How they are cut.
+    pub cut: Cut,
     parts: Vec<Part>,
 }
 
@@ -74,7 +76,7 @@ impl Layout {
             }
             Part { shape, ranges, room, padded: cut == Cut::Rows }
         });
-        Layout { ranks, rank, parts: parts.collect() }
+        Layout { ranks, rank, cut, parts: parts.collect() }
     }
 
     /// Returns the shape of this rank's part of a parameter, padding included.

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use bonfire::{DeviceMesh, Error, FullyShardedParallel, Group, Parts, ShardedBlock};
+use bonfire_testing::process::{Process, is_child, report};
 use bonfire_testing::{Kind, ranks, run_ranks, run_ranks_with};
 use burn::backend::Flex;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -373,4 +374,41 @@ fn a_model_without_parameters_to_train_is_an_error() {
 fn unused_group_is_left() {
     // Dropping everything without a step ends the progress threads and leaves the groups.
     ranks(2, |group: Group| drop(FullyShardedParallel::new(group, Deep::new(1)).unwrap()));
+}
+
+/// Returns the norms of the gradients of some steps. In each, one rank has no gradient of a bias that it has used.
+fn norms_without_a_bias() -> Result<String, Error> {
+    let group = Group::from_env()?;
+    let rank = group.rank();
+    let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(9))?;
+    let norm = |number: usize| {
+        let parts = fsdp.run(&model, [()], |model, ()| {
+            let (last, layers) = model.layers.split_last().expect("nine layers");
+            let x = values([3, WIDTH], 1, DType::F32) * model.scale.val().unsqueeze();
+            let x = layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x).tanh()));
+            let [without, with] = last.run(|last| {
+                let (without, bias) = (x.matmul(last.weight.val()), last.bias.as_ref().map(Param::val));
+                [without.clone(), without + bias.expect("a bias").unsqueeze()]
+            });
+            // Not the same rank each time.
+            (if number % 2 == rank { without } else { with }.powf_scalar(2.0).mean(), 1)
+        });
+        parts?.norm().map(|norm| format!("{norm:.6}"))
+    };
+    Ok((0..4).map(norm).collect::<Result<Vec<_>, _>>()?.join(" "))
+}
+
+/// A rank sends the bucket of a block of which it lacks a gradient at the end of its pass, while the other waits for
+/// that bucket before it gathers further blocks. Only ranks that are processes wait so.
+#[test]
+fn a_parameter_whose_use_one_rank_drops_delays_no_rank_forever() {
+    if is_child() {
+        return report(&norms_without_a_bias());
+    }
+    let name = "fully_sharded::errors::a_parameter_whose_use_one_rank_drops_delays_no_rank_forever";
+    for process in Process::start_ranks(name, 2, "shm", "5") {
+        let norms = process.outcome().expect("no rank waits until its deadline");
+        let norms: Vec<_> = norms.split(' ').collect();
+        assert!(norms.len() == 4 && norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
+    }
 }

@@ -67,6 +67,17 @@ fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
             let error = parts.clip_norm(max).err().unwrap();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         }
+        // Parts of one rank that are not those of this optimizer.
+        let whole: ShardedOptimizer<Sgd<Flex>, Odd<Training>, _> =
+            ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();
+        let others = whole.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).unwrap();
+        let own = optimizer.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).unwrap();
+        let error = optimizer.step(0.1, &mut model, if rank == 1 { others } else { own }).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("rank 1 has parts of another model or another sharding"), "{error}");
+        let parts = optimizer.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).unwrap();
+        let error = parts.for_optimizer(&SgdConfig::new().init::<Training, Odd<Training>>()).err().unwrap();
+        assert!(error.to_string().contains("parts for a sharded optimizer"), "{error}");
         assert_eq!(bits(&model), before);
         let grads = gradients(&model, |_, _| Some(1.0));
         advance(&mut optimizer, 0.5, &mut model, grads, 1).unwrap();

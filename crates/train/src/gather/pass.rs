@@ -1,15 +1,17 @@
 //! A pass of a rank: blocks are gathered where it needs them, and gradients leave where they are complete.
 
+mod backward;
+
 use std::mem::{replace, take};
 use std::sync::Arc;
 
+use self::backward::Backward;
 use super::blocks::Announcement;
 use super::open::OpenPass;
 use super::{Engine, GatherCounts, ROOT, Shared};
-use crate::bucket::{Bucket, BucketTable};
 use crate::lane::{Pending, Tensor};
 use crate::protocol::{Agreement, Exchanged, OPERATION, PASS_END, PassKind, Problem, Weight, Writer};
-use crate::step::{Decided, Exchange};
+use crate::step::Decided;
 use bonfire_core::{Error, Group};
 
 /// A pass in progress.
@@ -44,15 +46,6 @@ enum BlockState {
     InFlight(Box<dyn Pending>),
     /// The parameters of the block, in its order. The backward pass takes them.
     Gathered(Vec<Option<Tensor>>),
-}
-
-/// What begins with the backward pass.
-struct Backward {
-    /// The blocks to gather, in this order.
-    plan: Vec<usize>,
-    /// How many of them were started.
-    started: usize,
-    exchange: Exchange,
 }
 
 /// A parameter for a use in the forward pass.
@@ -114,8 +107,6 @@ impl Pass {
     fn noted<T>(&mut self, result: Result<T, Error>) -> Option<T> {
         result.map_err(|error| self.failure.get_or_insert(error)).ok()
     }
-
-    // The forward pass.
 
     /// Returns a whole parameter for a use in the forward pass.
     pub fn value(&mut self, position: usize) -> Value {
@@ -212,160 +203,6 @@ impl Pass {
         }
         Ok(())
     }
-
-    // The backward pass.
-
-    /// The backward pass will have the gradient of the parameter at a position.
-    pub fn expect(&mut self, position: usize) {
-        self.expected[position] = true;
-    }
-
-    /// Returns the value of a whole parameter for a step of the backward pass. `None` after a failure.
-    pub fn value_again(&mut self, position: usize) -> Option<Tensor> {
-        let value = self.try_value_again(position);
-        self.noted(value).flatten()
-    }
-
-    fn try_value_again(&mut self, position: usize) -> Result<Option<Tensor>, Error> {
-        let Some(announces) = self.announces()? else { return Ok(None) };
-        self.begin_backward();
-        let (block, index) = self.shared.places[position];
-        self.needed[block] = true;
-        let mut value = self.take(block, index);
-        if value.is_none() {
-            let mut another = false;
-            if announces {
-                self.engine.gatherer.announce(Announcement::Backward(block))?;
-            } else {
-                self.start_planned(block, 0)?;
-                if let Some(backward) = &mut self.backward {
-                    if self.engine.bounded {
-                        backward.exchange.bound()?;
-                    }
-                    // The plan of the first pass has blocks that the pass may not need.
-                    another = !self.engine.history.needed.is_empty() && backward.plan.last() != Some(&block);
-                }
-            }
-            self.gather(block, another)?;
-            self.counts.backward += 1;
-            value = self.take(block, index);
-        }
-        if !announces {
-            // The next block arrives while this one's gradients are computed.
-            self.start_planned(block, 1)?;
-        }
-        Ok(value)
-    }
-
-    /// Takes a parameter of a block that is gathered.
-    fn take(&mut self, block: usize, index: usize) -> Option<Tensor> {
-        match &mut self.blocks[block] {
-            BlockState::Gathered(values) => values[index].take(),
-            _ => None,
-        }
-    }
-
-    /// Starts to gather the blocks of the plan up to this one and `more` after it, unless they were started before.
-    fn start_planned(&mut self, block: usize, more: usize) -> Result<(), Error> {
-        let Some(backward) = &mut self.backward else { return Ok(()) };
-        let Some(at) = backward.plan.iter().position(|planned| *planned == block) else { return Ok(()) };
-        let end = (at + 1 + more).min(backward.plan.len());
-        let due = backward.plan[backward.started.min(end)..end].to_vec();
-        backward.started = backward.started.max(end);
-        due.into_iter().try_for_each(|block| self.start(block))
-    }
-
-    /// Takes a gradient that the backward pass has completed.
-    pub fn receive(&mut self, position: usize, gradient: Tensor) {
-        if self.failure.is_none() {
-            let received = self.try_receive(position, gradient);
-            self.noted(received);
-        }
-    }
-
-    fn try_receive(&mut self, position: usize, gradient: Tensor) -> Result<(), Error> {
-        let block = self.shared.places[position].0;
-        if !self.agreement.header.trained[position] {
-            self.expected[position] = false;
-            self.free_completed(block);
-            return Ok(());
-        }
-        if self.announces()?.is_none() {
-            return Ok(());
-        }
-        if !self.shared.model.tensors.fits(position, &gradient) {
-            self.problem.get_or_insert(Problem::Other(position));
-            return Ok(());
-        }
-        self.begin_backward();
-        self.expected[position] = false;
-        // A second backward pass has either a second gradient, or those of parameters that the first one did not use.
-        let has = |backward: &Backward| backward.exchange.has(position);
-        if !self.forward.contains(&block) || self.backward.as_ref().is_some_and(has) {
-            self.problem.get_or_insert(Problem::Twice(position));
-            return Ok(());
-        }
-        self.received[position] = true;
-        // Where other ranks wait for gradients in their backward passes, this one is sent at once: before this rank
-        // needs a block that they have not begun to gather, of this model or of another one.
-        let wait = self.engine.bounded;
-        let decided = self.agreement.decided(wait)?;
-        // Gradients of no samples are NaN.
-        let counts = self.agreement.weight.is_some_and(|weight| weight.weight > 0.0);
-        if let Some(backward) = &mut self.backward {
-            if counts {
-                backward.exchange.arrive(position, gradient);
-            } else {
-                backward.exchange.arrive_zeros(position);
-            }
-            if let Some(Ok((weighting, total))) = decided
-                && total > 0.0
-            {
-                backward.exchange.agree(weighting);
-                backward.exchange.advance(wait)?;
-            }
-        }
-        self.free_completed(block);
-        Ok(())
-    }
-
-    /// Frees a block if all its gradients are there.
-    fn free_completed(&mut self, block: usize) {
-        if self.shared.blocks[block].iter().all(|position| !self.expected[*position]) {
-            self.blocks[block] = BlockState::Freed;
-        }
-    }
-
-    fn begin_backward(&mut self) {
-        if self.backward.is_none()
-            && let Some(channel) = self.engine.channel.take()
-        {
-            let mut exchange = Exchange::new(self.shared.model.clone(), channel, self.buckets());
-            // The buckets of what the forward pass has not used do not wait for its gradients.
-            let unused = (0..self.expected.len()).filter(|position| !self.expected[*position]);
-            unused.for_each(|position| exchange.arrive_zeros(position));
-            self.backward = Some(Backward { plan: self.plan(), started: 0, exchange });
-        }
-    }
-
-    /// Returns the buckets of this pass: for each block, the gradients of one element type.
-    fn buckets(&self) -> BucketTable {
-        let mut table: Vec<Bucket> = Vec::new();
-        for block in self.engine.history.gradients(&self.forward) {
-            let first = table.len();
-            let trained = self.shared.blocks[block].iter().filter(|position| self.agreement.header.trained[**position]);
-            for &position in trained {
-                let dtype = |position: usize| self.shared.model.parameters[position].dtype;
-                match table[first..].iter_mut().find(|bucket| dtype(bucket.positions[0]) == dtype(position)) {
-                    Some(bucket) => bucket.positions.push(position),
-                    None => table.push(Bucket { positions: vec![position], block: Some(block) }),
-                }
-            }
-        }
-        table.into()
-    }
-
-    // The end.
 
     /// Ends the pass: sends what is left and waits for all results.
     pub fn finish(&mut self) -> Result<Decided<Parts>, Error> {

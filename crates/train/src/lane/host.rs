@@ -184,8 +184,8 @@ struct InFlight {
 }
 
 impl Pending for InFlight {
-    fn is_finished(&self) -> bool {
-        self.work.is_finished()
+    fn is_finished(&self) -> Option<bool> {
+        Some(self.work.is_finished())
     }
 
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>, Error> {

@@ -24,6 +24,10 @@ pub enum Problem {
     Twice(usize),
     /// The gradient has another shape or element type than the parameter.
     Other(usize),
+    /// The parameter is of f64, and gradients travel compressed.
+    Wide(usize),
+    /// Parts of gradients are of another model or another sharding.
+    OtherParts,
     /// The rank has used its part of the parameter as if it were the whole.
     Part(usize),
     /// A pass was dropped after its backward pass had begun.
@@ -36,7 +40,7 @@ pub enum Problem {
 
 impl Problem {
     /// Encodes a problem in words; those that are 0 are none.
-    pub(super) fn to_words(problem: Option<Problem>) -> [u64; 2] {
+    pub(crate) fn to_words(problem: Option<Problem>) -> [u64; 2] {
         let mut words = [0; 2];
         // A variant and a number take at most 12 bytes.
         let encoded = postcard::to_slice(&problem, cast_slice_mut(&mut words)).is_ok();
@@ -50,7 +54,7 @@ impl Problem {
     }
 
     /// Returns the problem of the lowest rank that has one.
-    pub(super) fn first(words: impl Iterator<Item = [u64; 2]>) -> Option<(usize, Problem)> {
+    pub(crate) fn first(words: impl Iterator<Item = [u64; 2]>) -> Option<(usize, Problem)> {
         words.enumerate().find_map(|(rank, words)| Some((rank, Problem::from_words(words)?)))
     }
 }
@@ -187,7 +191,7 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
         ),
         Problem::Unknown => format!(
             "rank {rank} has gradients of parameters that its model did not have at the start; pass the model that \
-             `new` returned through the optimizer, and load checkpoints with `DataParallel::resume`"
+             `new` returned through the optimizer, and load checkpoints with `Checkpoints`"
         ),
         Problem::Duplicate(position) => format!(
             "rank {rank}'s model has `{}` twice, with one id, and a burn optimizer updates only one of them; give each \
@@ -207,6 +211,15 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
         Problem::Other(position) => format!(
             "rank {rank}'s gradient of `{}` has another shape or element type than the parameter had at the start",
             path(position)
+        ),
+        Problem::Wide(position) => format!(
+            "rank {rank} trains `{}`, whose elements of f64 cannot travel compressed; train it in f32, or exchange \
+             gradients without compression",
+            path(position)
+        ),
+        Problem::OtherParts => format!(
+            "rank {rank} has parts of another model or another sharding; pass what the passes of this optimizer \
+             return, or those of one for the same `DataParallel` and sharding"
         ),
         Problem::Part(position) => format!(
             "rank {rank} has used its part of `{}` as if it were the whole parameter; run the forward pass with the \

@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::mem::{replace, take};
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::bucket::{BucketTable, Schedule, WINDOW, Weighting};
 use crate::compression::Compressor;
@@ -12,6 +14,9 @@ use crate::protocol::Refusal;
 use crate::shards::{Layout, Placement};
 use bonfire_core::internal::{AgreedOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
+
+/// How long a wait with a limit sleeps at a time: little beside the transfer of a block.
+const POLL: Duration = Duration::from_micros(50);
 
 /// What a model's exchanges have in common.
 pub(crate) struct Model {
@@ -150,7 +155,7 @@ impl Exchange {
     pub fn advance(&mut self, wait: bool) -> Result<(), Error> {
         let Some(weighting) = self.weighting else { return Ok(()) };
         self.read(weighting);
-        while self.reducing.front().is_some_and(|(_, oldest)| oldest.is_finished()) {
+        while self.reducing.front().is_some_and(|(_, oldest)| oldest.is_finished() == Some(true)) {
             self.finish_oldest(weighting)?;
         }
         while let Some(number) = self.schedule.ready() {
@@ -166,12 +171,19 @@ impl Exchange {
         Ok(())
     }
 
-    /// Waits until the gradients of at most one block are in flight.
-    pub fn bound(&mut self) -> Result<(), Error> {
+    /// Waits until the gradients of at most one block are in flight, or for `patience`: a rank that lacks a gradient
+    /// sends its bucket at the end of its pass only, for which it may need what this rank does next.
+    pub fn bound(&mut self, patience: Duration) -> Result<(), Error> {
         let Some(weighting) = self.weighting else { return Ok(()) };
-        let buckets = self.buckets.clone();
+        let (buckets, start) = (self.buckets.clone(), Instant::now());
         let block = |entry: Option<&(usize, Box<dyn Pending>)>| entry.map(|(number, _)| buckets[*number].block);
         while block(self.reducing.front()) != block(self.reducing.back()) {
+            while self.reducing.front().is_some_and(|(_, oldest)| oldest.is_finished() == Some(false)) {
+                if start.elapsed() > patience {
+                    return Ok(());
+                }
+                thread::sleep(POLL);
+            }
             self.finish_oldest(weighting)?;
         }
         Ok(())

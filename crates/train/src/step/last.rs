@@ -45,11 +45,12 @@ impl Last {
         main.check_concurrent("an overlapped training step")?;
         let mut state = steps.state();
         state.begin(&mut header);
-        // Before the lanes are made, for which it waits: ranks in different steps then notice it.
-        let agreement = Agreement::start(&main, header)?;
+        let mut agreement = Agreement::start(&main, header)?;
         let channel = match state.overlapped.take() {
             Some(channel) => channel,
             None => {
+                // To make the lanes it waits for the others. Here it learns who does not come, or is in another step.
+                drop(agreement.kinds()?);
                 let lanes = [agree::lane(&shared.groups.shards)?, agree::lane(&shared.groups.replicas)?];
                 steps.channel(lanes, &state.settings)?
             }

@@ -9,6 +9,7 @@ use crate::bucket::{BucketTable, Limits, buckets};
 use crate::compression::Compressor;
 use crate::parameters::Parameter;
 use crate::protocol::{Header, Problem};
+use bonfire_core::DType;
 
 pub(super) struct State {
     model: Arc<Model>,
@@ -71,6 +72,10 @@ impl State {
     pub fn begin(&mut self, header: &mut Header) {
         header.steps = self.steps;
         header.bucket_bytes = self.settings.bucket_bytes.unwrap_or(0) as u64;
+        if self.settings.compressor.is_some() {
+            let is_wide = |i: &usize| header.trained[*i] && self.model.parameters[*i].dtype == DType::F64;
+            header.problem = header.problem.or((0..header.trained.len()).find(is_wide).map(Problem::Wide));
+        }
         header.compression = self.settings.compressor.as_ref().map_or(0, Compressor::digest);
         if self.trained != header.trained {
             // The order of the new gradients is not known.

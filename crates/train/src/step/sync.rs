@@ -46,7 +46,7 @@ impl Steps {
         for (position, gradient) in gradients.into_iter().filter(|_| weight > 0.0) {
             match self.tensors().fits(position, &gradient) {
                 true => own[position] = Some(gradient),
-                false => problem = Some(Problem::Other(position)),
+                false => drop(problem.get_or_insert(Problem::Other(position))),
             }
         }
         for (position, own) in own.iter_mut().enumerate() {

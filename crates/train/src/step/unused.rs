@@ -34,8 +34,8 @@ impl Drop for Unused {
             return;
         }
         let reason = "the model was distributed, but its gradients were never exchanged: if it was trained, each rank \
-                      has other weights now. Call `step` or `sync` in every step. If it was not trained, say so with \
-                      `verify` or `average_states`, which compare the ranks' models";
+                      has other weights now. Make every step with `run`, passes or `sync`. If it was not trained, say \
+                      so with `verify` or `average_states`, which compare the ranks' models";
         let error = Error::argument("DataParallel", reason);
         if !self.group.object(error.clone()) {
             log::warn!("{error}");

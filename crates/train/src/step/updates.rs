@@ -5,38 +5,47 @@ use std::collections::VecDeque;
 use super::Steps;
 use crate::bucket::{Limits, WINDOW, buckets};
 use crate::lane::{Tensor, Unconfirmed};
-use crate::protocol::{Reader, Refusal, Writer};
+use crate::protocol::{Problem, Reader, Refusal, Writer};
 use bonfire_core::internal::Request;
 use bonfire_core::{DType, Error, Operation};
 
 impl Steps {
-    /// Updates the parameters for which a gradient exists, at this learning rate, and returns them by position, whole.
-    /// `update` returns this rank's part of the one at a position; `None` where it has none. While it updates some,
-    /// those before are gathered. All ranks must call this.
+    /// Begins to update parameters: the ranks agree on the learning rate. `problem` is what is wrong with this rank's
+    /// gradients. All ranks must call this.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if rates differ; the groups stay usable. Otherwise those of
-    /// [`Group::all_gather`](bonfire_core::Group::all_gather), after which the groups have failed.
+    /// [`Error::InvalidArgument`] on all ranks if rates differ, or if a rank has a problem; the groups stay usable.
+    /// Otherwise those of [`Group::all_gather`](bonfire_core::Group::all_gather).
     #[track_caller]
-    pub fn update(
-        &self,
-        operation: &str,
-        rate: f64,
-        exists: &[bool],
-        update: impl FnMut(usize) -> Option<Tensor>,
-    ) -> Result<Vec<Option<Tensor>>, Error> {
+    pub fn begin_update(&self, operation: &str, rate: f64, problem: Option<Problem>) -> Result<(), Error> {
         let main = &self.groups().main;
         let mut words = Writer::default();
         words.words(&rate);
+        words.words(&Problem::to_words(problem));
         let all = words.finish().exchange(main, operation)?;
-        let all: Vec<f64> = Reader::new(&all, main.world_size()).words();
-        match all.iter().position(|other| other.to_bits() != all[0].to_bits()) {
-            Some(rank) => {
-                let refusal = Refusal::Rates { first: all[0], rank, other: all[rank] };
-                Err(refusal.error(operation, self.parameters()))
-            }
-            None => self.try_update(exists, update).map_err(|error| self.groups().abandon(error)),
-        }
+        let from = &mut Reader::new(&all, main.world_size());
+        let (rates, problems): (Vec<f64>, Vec<[u64; 2]>) = (from.words(), from.words());
+        let differs = || rates.iter().position(|other| other.to_bits() != rates[0].to_bits());
+        let refusal = match Problem::first(problems.into_iter()) {
+            Some((rank, problem)) => Some(Refusal::Problem { rank, problem }),
+            None => differs().map(|rank| Refusal::Rates { first: rates[0], rank, other: rates[rank] }),
+        };
+        refusal.map_or(Ok(()), |refusal| Err(refusal.error(operation, self.parameters())))
+    }
+
+    /// Updates the parameters for which a gradient exists, and returns them by position, whole. `update` returns this
+    /// rank's part of the one at a position; `None` where it has none. While it updates some, those before are
+    /// gathered. All ranks must call this, after [`begin_update`](Self::begin_update).
+    ///
+    /// # Errors
+    /// Those of [`Group::all_gather`](bonfire_core::Group::all_gather), after which the groups have failed.
+    #[track_caller]
+    pub fn update(
+        &self,
+        exists: &[bool],
+        update: impl FnMut(usize) -> Option<Tensor>,
+    ) -> Result<Vec<Option<Tensor>>, Error> {
+        self.try_update(exists, update).map_err(|error| self.groups().abandon(error))
     }
 
     fn try_update(

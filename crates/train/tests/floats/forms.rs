@@ -145,7 +145,8 @@ pub fn by_shards(group: Group, sharding: Sharding) -> Model {
             momentum.step(position, &mut model[position][own.clone()], values(gradient));
             Some(tensor(model[position][own].to_vec()))
         };
-        let updated = steps.update("step", 0.1, &means.exists, update).unwrap();
+        steps.begin_update("step", 0.1, None).unwrap();
+        let updated = steps.update(&means.exists, update).unwrap();
         for (position, whole) in updated.iter().enumerate() {
             if let Some(whole) = whole {
                 model[position] = values(whole).to_vec();
