@@ -58,7 +58,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Float, Tensor, TensorPrimitive};
+use burn::tensor::{Float, Tensor, TensorMetadata, TensorPrimitive};
 
 use self::hook::{Tracked, check_backend, with_tracked};
 use self::linear::Linear;
@@ -325,8 +325,14 @@ impl<B: Backend> Backward<B, 1> for SumOverRanks {
                 1.0 => gradient,
                 _ => B::float_mul_scalar(gradient, factor.into()),
             };
-            let sum = sum::<B>(scaled(gradient, weight), &group).unwrap_or_else(|error| fail(error));
-            scaled(sum, if weight == 0.0 { 0.0 } else { weight.recip() })
+            // Gradients of no samples are NaN, also times 0.
+            let zeros = |gradient: FloatTensor<B>| {
+                let (device, dtype) = (B::float_device(&gradient), gradient.dtype());
+                B::float_zeros(gradient.shape(), &device, dtype.into())
+            };
+            let own = if weight == 0.0 { zeros(gradient) } else { scaled(gradient, weight) };
+            let sum = sum::<B>(own, &group).unwrap_or_else(|error| fail(error));
+            if weight == 0.0 { zeros(sum) } else { scaled(sum, weight.recip()) }
         });
     }
 }

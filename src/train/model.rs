@@ -164,15 +164,17 @@ pub(super) struct InModel<B: Backend> {
 }
 
 impl<B: AutodiffBackend> InModel<B> {
-    /// Returns the header of a step with this model. `tied` says whether it may have a parameter twice.
-    pub fn header(&self, parameters: &Parameters<B>, tied: bool) -> Header {
+    /// Returns the header of a step with this model. If parameters are sharded, it may have one twice, and needs those
+    /// that are frozen.
+    pub fn header(&self, parameters: &Parameters<B>, sharded: bool) -> Header {
         let lacks = |position: &usize| {
-            self.values[*position].is_none() && (self.trained[*position] || parameters[*position].trained)
+            let counts = sharded || self.trained[*position] || parameters[*position].trained;
+            counts && self.values[*position].is_none()
         };
         let mut header = Header::new(self.trained.clone());
         header.problem = (0..self.values.len()).find(lacks).map(Problem::Changed);
         header.problem = header.problem.or((!self.unknown.is_empty()).then_some(Problem::Unknown));
-        header.problem = header.problem.or(self.twice.filter(|_| !tied).map(Problem::Duplicate));
+        header.problem = header.problem.or(self.twice.filter(|_| !sharded).map(Problem::Duplicate));
         header
     }
 

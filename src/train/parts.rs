@@ -15,7 +15,7 @@ use burn::tensor::{Tensor, TensorPrimitive};
 use super::adapter::{flat, handle, opened, scaled};
 use super::model::Parameters;
 use bonfire_core::Error;
-use bonfire_core::internal::{AgreedOperations, lock};
+use bonfire_core::internal::lock;
 use bonfire_train::agree::all_gather_values;
 use bonfire_train::lane::{Tensors, sums_of_squares};
 use bonfire_train::shards::{Cut, Layout};
@@ -164,7 +164,7 @@ impl<B: AutodiffBackend> Parts<B> {
                 Some((position, (handle::<B::InnerBackend>(part.clone()?), parameters[position].element)))
             })
             .unzip();
-        let own = sums_of_squares(&**tensors, own).map_err(|error| groups.main.abandon(error))?;
+        let own = sums_of_squares(&**tensors, own).map_err(|error| groups.abandon(error))?;
         let mut squares = vec![0.0; self.gradients.len()];
         positions.into_iter().zip(own).for_each(|(position, sum)| squares[position] = sum);
         groups.add_over_shards(squares)

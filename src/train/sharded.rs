@@ -159,7 +159,8 @@ where
         }
         groups.main = own.clone();
         let (tensors, of_all) = (steps.tensors().clone(), steps.parameters().clone());
-        let steps = Steps::new(groups.clone(), of_all, tensors.clone(), Cut::Slices, steps.is_on_devices());
+        let on_devices = steps.is_on_devices();
+        let steps = Steps::new(groups.clone(), of_all, tensors.clone(), Cut::Slices, on_devices).beside(steps);
         let parameters = parameters.clone();
         let of = Sharded { groups, parameters: parameters.clone(), tensors, layout: steps.layout().clone() };
         let states = parameters.iter().map(|_| None).collect();
@@ -260,9 +261,14 @@ where
     pub fn step(&mut self, lr: LearningRate, model: &mut M, parts: Parts<B>) -> Result<(), Error> {
         let steps = &self.replicas.steps;
         let is_own = Arc::ptr_eq(&parts.of.layout, steps.layout()) || self.is_of_same_sharding(&parts);
-        steps.begin_update("step", lr, (!is_own).then_some(Problem::OtherParts))?;
-        let mut parts = parts.clipped_for("step", &self.optimizer)?;
         let values = self.replicas.in_model(model).values;
+        let lacks = |position: &usize| parts.exists[*position] && values[*position].is_none();
+        let problem = match is_own {
+            false => Some(Problem::OtherParts),
+            true => (0..values.len()).find(lacks).map(Problem::Changed),
+        };
+        steps.begin_update("step", lr, problem)?;
+        let mut parts = parts.clipped_for("step", &self.optimizer)?;
         let update = |position: usize| {
             let own = steps.layout().range(position);
             let value = flat::<B::InnerBackend>(B::inner(values[position].clone()?)).slice([own]);

@@ -1,5 +1,5 @@
-//! Random models and random programs: every form of training gives what plain burn gives on one rank, or the same error
-//! on all ranks.
+//! Random models and random programs: in every form of training the result is that of plain burn on one rank, or all
+//! ranks get the same error.
 //!
 //! Plain burn runs in a process of one thread. The ranks of a program are threads of one process, or processes.
 //! `BONFIRE_PROGRAMS` is the number of programs, and `BONFIRE_SEED` the first one's seed.

@@ -98,6 +98,12 @@ impl Steps {
         Steps { shared: Arc::new(Shared { groups, model, on_devices, state }) }
     }
 
+    /// Makes these steps those of the same model as others: a pass that is kept by one must not be missed by another.
+    pub fn beside(self, others: &Steps) -> Steps {
+        self.state().keeper = others.state().keeper.clone();
+        self
+    }
+
     /// Returns steps with the same settings over other groups, after a loss of ranks.
     pub fn over(&self, groups: Groups, cut: Cut) -> Steps {
         let mut settings = self.state().settings.clone();
@@ -142,6 +148,11 @@ impl Steps {
         let mut state = self.state();
         state.steps = 0;
         state.forget();
+    }
+
+    /// Forgets the passes of a step that will not be made. All ranks call it.
+    pub fn forget_passes(&self) {
+        self.state().forget_passes();
     }
 
     /// Sets the most bytes in a bucket, instead of measuring.
@@ -239,7 +250,7 @@ impl Groups {
     }
 
     /// Fails all groups, so that no rank waits for this one. Returns the first cause.
-    pub(crate) fn abandon(&self, error: Error) -> Error {
+    pub fn abandon(&self, error: Error) -> Error {
         [&self.shards, &self.replicas, &self.main].into_iter().fold(error, |error, group| group.abandon(error))
     }
 
@@ -264,12 +275,12 @@ impl Groups {
     /// that all ranks get the same bits: devices may add the same elements in different orders.
     ///
     /// # Errors
-    /// Those of [`Group::all_gather`].
+    /// Those of [`Group::all_gather`], after which all groups have failed: a rank may wait for others in either.
     #[track_caller]
     pub fn add_over_shards(&self, mut own: Vec<f64>) -> Result<Vec<f64>, Error> {
-        self.replicas.broadcast(&mut own, 0)?;
+        self.replicas.broadcast(&mut own, 0).map_err(|error| self.abandon(error))?;
         let mut all = own.repeat(self.shards.world_size());
-        self.shards.all_gather_into(&own, &mut all)?;
+        self.shards.all_gather_into(&own, &mut all).map_err(|error| self.abandon(error))?;
         let sum = |i: usize| all.iter().skip(i).step_by(own.len()).sum();
         Ok((0..own.len()).map(sum).collect())
     }

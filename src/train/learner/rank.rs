@@ -127,6 +127,8 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<bool, Error> {
         let train = self.train.clone();
         let mut batches = train.iter();
+        // As burn does: those of the last epoch that no step has used.
+        ddp.replicas.steps.forget_passes();
         // Iterations since the last step of the optimizer.
         let mut accumulated = 0;
         let (mut count, mut processed) = (0, 0);

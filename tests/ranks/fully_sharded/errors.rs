@@ -412,3 +412,36 @@ fn a_parameter_whose_use_one_rank_drops_delays_no_rank_forever() {
         assert!(norms.len() == 4 && norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
     }
 }
+
+#[test]
+fn a_refused_pass_leaves_the_groups_usable_also_if_a_rank_runs_none() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(3)).unwrap();
+        let run = |model: &Deep<Training>| fsdp.run(model, [()], |model, ()| (model.loss(1), 1)).map(drop);
+        run(&model).unwrap();
+        let other = Deep { scale: model.scale.clone().set_require_grad(false), ..model.clone() };
+        let refused = if rank == 0 { run(&other) } else { fsdp.skip(&model).map(drop) };
+        assert!(text(refused.unwrap_err()).contains("freeze and unfreeze"));
+        run(&model).unwrap();
+        if rank == 0 { run(&model) } else { fsdp.skip(&model).map(drop) }.unwrap();
+    });
+}
+
+#[test]
+fn a_block_whose_values_one_rank_alone_needs_again_is_gathered_by_all() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
+        for _ in 0..4 {
+            let parts = fsdp.run(&model, [()], |model, ()| {
+                let (x, scale) = (values([3, WIDTH], 1, DType::F32), model.scale.val());
+                // The gradient of the first layer's input, and with it the weight, is needed on rank 0 only.
+                let x = if rank == 0 { x * scale.unsqueeze() } else { x };
+                let x = model.layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x).tanh()));
+                (x.powf_scalar(2.0).mean(), 1)
+            });
+            parts.unwrap().norm().unwrap();
+        }
+    });
+}

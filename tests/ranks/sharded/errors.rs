@@ -67,6 +67,12 @@ fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
             let error = parts.clip_norm(max).err().unwrap();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         }
+        // A pass that the `DataParallel` keeps.
+        let pass = ddp.pass(&model, 1).unwrap();
+        pass.finish_trained(GradientsParams::new()).unwrap();
+        let error = optimizer.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).err().unwrap();
+        assert!(error.to_string().contains("rank 0 has passes of this step with another"), "{error}");
+        assert!(ddp.skip(&model).is_err(), "the pass had no gradients");
         // Parts of one rank that are not those of this optimizer.
         let whole: ShardedOptimizer<Sgd<Flex>, Odd<Training>, _> =
             ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();

@@ -330,3 +330,62 @@ fn a_rank_that_takes_no_step_is_named_at_the_deadline() {
         });
     }
 }
+
+#[test]
+fn a_step_that_is_refused_after_others_leaves_the_group_usable() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, ddp) = DataParallel::new(group, Branches::new()).unwrap();
+        let step = |model: &Branches<Training>| {
+            ddp.run(model, [()], |model, ()| (model.loss(values([1, 5], 1), false), 1)).map(|gradients| gradients.len())
+        };
+        // The ranks then know the order of gradients.
+        (0..3).for_each(|_| assert_eq!(step(&model).unwrap(), 4));
+        let frozen =
+            if rank == 0 { Branches { never: model.never.clone().no_grad(), ..model.clone() } } else { model.clone() };
+        let error = step(&frozen).unwrap_err().to_string();
+        assert!(error.contains("freeze and unfreeze parameters on all ranks alike"), "{error}");
+        (0..3).for_each(|_| assert_eq!(step(&model).unwrap(), 4));
+    });
+}
+
+#[test]
+fn a_pass_that_is_dropped_before_all_ranks_join_is_an_error_on_all_ranks() {
+    let errors = errors(|ddp, model, rank| {
+        if rank == 0 {
+            let pass = ddp.pass(model, 4)?;
+            drop(pass.model().loss(values([1, 5], 1), false).backward());
+        }
+        ddp.join(model).map(|gradients| gradients.expect("a step"))
+    });
+    check_errors(&errors, "rank 0 has dropped a pass of this step");
+}
+
+#[test]
+fn a_backward_pass_inside_the_closure_is_an_error_on_all_ranks() {
+    let errors = errors(|ddp, model, rank| {
+        ddp.run(model, [()], |model, ()| {
+            if rank == 1 {
+                drop(model.loss(values([1, 5], 2), true).backward());
+            }
+            (model.loss(values([1, 5], 1), false), 1)
+        })
+    });
+    check_errors(&errors, "before the weight of its pass is known");
+}
+
+#[test]
+fn a_pass_of_weight_0_counts_nothing_also_through_layers_that_communicate() {
+    let results = ranks(2, |group| {
+        let (device, rank) = (Default::default(), group.rank());
+        let model = SyncBatchNormConfig::new(3).init::<Training>(&group, &device);
+        let (model, ddp) = DataParallel::new(group, model).unwrap();
+        let gradients = ddp.run(&model, [()], |model, ()| {
+            let loss = model.forward(values([2, 3], 1)).powf_scalar(3.0).mean();
+            // As a mean over no tokens.
+            if rank == 1 { (loss * f32::NAN, 0) } else { (loss, 2) }
+        });
+        bits(&SgdConfig::new().init().step(1.0, model, gradients.unwrap()))
+    });
+    assert!(results.iter().all(|bits| bits.0.iter().all(|data| data.iter::<f32>().all(f32::is_finite))), "{results:?}");
+}

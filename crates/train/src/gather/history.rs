@@ -11,7 +11,7 @@ use super::ROOT;
 pub(super) struct History {
     /// The blocks in the order in which the forward pass gathered them.
     pub forward: Vec<usize>,
-    /// By block, whether the backward pass needed its values. Empty before the first step.
+    /// By block, whether a rank's backward pass needed its values in the last step. Empty before the first step.
     pub needed: Vec<bool>,
     /// By block, whether all ranks had all its gradients. Empty before the first step.
     pub complete: Vec<bool>,

@@ -26,7 +26,7 @@ pub(super) struct Pass {
     forward: Vec<usize>,
     backward: Option<Backward>,
     /// By block, whether the backward pass has needed its values.
-    needed: Vec<bool>,
+    pub needed: Vec<bool>,
     /// By position, whether the backward pass has a gradient that is not there yet.
     expected: Vec<bool>,
     /// By position, whether the gradient of a trained parameter is there.
@@ -207,6 +207,14 @@ impl Pass {
     /// Ends the pass: sends what is left and waits for all results.
     pub fn finish(&mut self) -> Result<Decided<Parts>, Error> {
         let Some(announces) = self.announces()? else {
+            // All ranks send the same messages, also those that serve.
+            if self.agreement.weight.is_none() {
+                self.agreement.weigh(Weight { weight: 0.0, problem: None })?;
+            }
+            if self.ended.is_empty() {
+                self.say_end(self.shared.groups.main.clone())?;
+            }
+            self.hear_ends()?;
             return self.agreement.kinds().map(|kinds| kinds.map(|_| (Vec::new(), 0.0)));
         };
         if self.agreement.weight.is_none() {
@@ -217,9 +225,8 @@ impl Pass {
             _ if has_served => {}
             // The others may run a backward pass.
             (true, true) => self.serve_to_the_end()?,
-            (true, false) => self.serve_backward()?,
             (false, true) => self.engine.gatherer.announce(Announcement::End)?,
-            (false, false) => {}
+            (_, false) => self.serve_backward()?,
         }
         // Ranks that have gathered other blocks than this one learn of it here.
         self.say_end(self.engine.gatherer.lane.group().clone())?;
@@ -241,11 +248,8 @@ impl Pass {
             self.engine.channel = Some(exchange.channel);
         }
         self.engine.gatherer.unconfirmed.confirm()?;
-        for (group, mut end) in take(&mut self.ended) {
-            drop(end.get(&group, |_| Ok(()))?);
-        }
+        self.hear_ends()?;
         self.engine.history.forward = take(&mut self.forward);
-        self.engine.history.needed = take(&mut self.needed);
         Ok(Ok((parts, total)))
     }
 
@@ -281,16 +285,23 @@ impl Pass {
         }
     }
 
-    /// Takes part in the gathers of the other ranks' backward passes, where this rank runs none.
+    /// Takes part in the gathers of the other ranks' backward passes to which this rank's has not come.
     fn serve_backward(&mut self) -> Result<(), Error> {
         self.begin_backward();
-        for block in self.plan() {
-            self.start_planned(block, 0)?;
+        self.send_zeros()?;
+        for block in self.left() {
             if !matches!(self.blocks[block], BlockState::Gathered(_)) {
                 self.gather(block, false)?;
             }
             self.blocks[block] = BlockState::Freed;
-            self.needed[block] = true;
+        }
+        Ok(())
+    }
+
+    /// Waits until all ranks' passes have ended.
+    fn hear_ends(&mut self) -> Result<(), Error> {
+        for (group, mut end) in take(&mut self.ended) {
+            drop(end.get(&group, |_| Ok(()))?);
         }
         Ok(())
     }

@@ -19,6 +19,8 @@ pub(super) struct Progress {
     last: Option<Parts>,
     /// By position, whether a pass of this rank had its gradient.
     exists: Vec<bool>,
+    /// By block, whether a backward pass of this rank has needed its values.
+    needed: Vec<bool>,
     /// The weight of this rank's passes.
     weight: f64,
     problem: Option<Problem>,
@@ -106,7 +108,8 @@ impl GatherSteps {
         if state.progress.is_none() {
             state.counts = GatherCounts::default();
             let (sums, exists) = (Sums::new(shared.model.clone()), vec![false; parts.len()]);
-            state.progress = Some(Progress { sums, last: None, exists, weight: 0.0, problem: None });
+            let needed = vec![false; shared.blocks.len()];
+            state.progress = Some(Progress { sums, last: None, exists, needed, weight: 0.0, problem: None });
         }
         drop(state);
         Ok(Running::new(shared.clone(), engine, Agreement::start(&shared.groups.main, header)?, parts))
@@ -124,6 +127,7 @@ impl GatherSteps {
         let weight = pass.agreement.weight.map_or(0.0, |weight| weight.weight);
         progress.weight += weight;
         progress.problem = progress.problem.or(pass.problem);
+        progress.needed.iter_mut().zip(&pass.needed).for_each(|(all, needed)| *all |= needed);
         if weight > 0.0 {
             progress.exists.iter_mut().zip(&pass.received).for_each(|(exists, received)| *exists |= received);
         }
@@ -166,25 +170,29 @@ impl GatherSteps {
         let trailer = Trailer { problem: progress.problem, ordered: false, exists, late: Vec::new() };
         let mut words = Writer::default();
         trailer.write(&mut words);
+        words.bits(&progress.needed);
         let main = &self.shared.groups.main;
         let all = words.finish().exchange(main, protocol::STEP_END)?;
-        let trailers = trailer.evaluate(&mut Reader::new(&all, main.world_size())).map_err(error)?;
-        let Progress { mut sums, last, .. } = progress;
+        let from = &mut Reader::new(&all, main.world_size());
+        let trailers = trailer.evaluate(from).map_err(error)?;
+        let Progress { mut sums, last, needed, .. } = progress;
+        let needed = from.bits(needed.len()).anywhere();
         let (parts, weight) = last.unwrap_or_default();
         if sums.weight + weight == 0.0 {
             return Ok(Outcome::NoSamples);
         }
         let mut parts = parts.into_iter();
         let means = (0..self.shared.places.len()).map(|i| sums.mean(i, parts.next().flatten(), weight)).collect();
-        self.remember(&header.trained, &trailers);
+        self.remember(&header.trained, &trailers, needed);
         Ok(Outcome::of(means, trailers.exists))
     }
 
     /// Keeps what a step has learned for the next one.
-    fn remember(&self, trained: &[bool], trailers: &Trailers) {
+    fn remember(&self, trained: &[bool], trailers: &Trailers, needed: Vec<bool>) {
         let mut state = lock(&self.shared.state);
         state.steps += 1;
         if let Some(engine) = &mut state.engine {
+            engine.history.needed = needed;
             let complete = |position: &usize| trailers.everywhere[*position] || !trained[*position];
             engine.history.complete = self.shared.blocks.iter().map(|block| block.iter().all(complete)).collect();
         }

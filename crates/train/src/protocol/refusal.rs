@@ -26,12 +26,16 @@ pub enum Problem {
     Other(usize),
     /// The parameter is of f64, and gradients travel compressed.
     Wide(usize),
+    /// A backward pass has computed a gradient of the parameter before the weight of the pass was known.
+    Unweighed(usize),
     /// Parts of gradients are of another model or another sharding.
     OtherParts,
     /// The rank has used its part of the parameter as if it were the whole.
     Part(usize),
     /// A pass was dropped after its backward pass had begun.
     Dropped,
+    /// Passes of the step were made with another form of training of the same model.
+    Elsewhere,
     /// A pass was still open at the end of the step.
     Open,
     /// The program's own code has failed. Its error is exchanged in a message of its own.
@@ -217,6 +221,11 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
              gradients without compression",
             path(position)
         ),
+        Problem::Unweighed(position) => format!(
+            "rank {rank} has a gradient of `{}` before the weight of its pass is known; in the closure of a pass do \
+             not call `backward`, but return the loss",
+            path(position)
+        ),
         Problem::OtherParts => format!(
             "rank {rank} has parts of another model or another sharding; pass what the passes of this optimizer \
              return, or those of one for the same `DataParallel` and sharding"
@@ -229,6 +238,10 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
         Problem::Dropped => {
             format!("rank {rank} has dropped a pass of this step after its backward pass; call `finish` for each")
         }
+        Problem::Elsewhere => format!(
+            "rank {rank} has passes of this step with another `ShardedOptimizer`, or with the `DataParallel` itself; \
+             make all passes of a step with one of them"
+        ),
         Problem::Open => {
             format!("rank {rank} has another pass of this step that is not finished; call its `finish` before")
         }

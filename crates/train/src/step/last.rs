@@ -31,7 +31,8 @@ pub(super) struct Last {
 enum Gradients {
     /// None has arrived.
     None,
-    /// Other passes of the step are open. Their gradients belong to the mean, so these wait, by position.
+    /// Other passes of the step were open when this one began. Their gradients belong to the mean, so these wait, by
+    /// position.
     Held(Vec<Option<Tensor>>),
     /// The passes before have ended. Their sums are added to each gradient, and it leaves.
     Sent(Sums),
@@ -66,9 +67,9 @@ impl Last {
         if self.agreement.weight.is_some() || state.open > 1 {
             return Ok(());
         }
-        let weight = state.sums.weight + weight;
+        let (weight, problem) = (state.sums.weight + weight, state.problem);
         drop(state);
-        self.agreement.weigh(Weight { weight, problem: None })
+        self.agreement.weigh(Weight { weight, problem })
     }
 
     /// Takes a gradient that the backward pass has completed.
@@ -83,7 +84,7 @@ impl Last {
     fn try_receive(&mut self, steps: &Steps, position: usize, gradient: Tensor, weight: f64) -> Result<(), Error> {
         self.order.push(position);
         if let Gradients::None = self.gradients {
-            self.set_weight(steps, weight)?;
+            // It is not sent here: a collective of a layer may come before or after it, depending on the rank.
             self.gradients = match self.agreement.weight {
                 None => Gradients::Held(steps.parameters().iter().map(|_| None).collect()),
                 Some(_) => Gradients::Sent(steps.state().take_sums()),
@@ -144,9 +145,8 @@ impl Last {
         }
         let total = sums.weight + weight;
         // The others wait for the weight, whatever is wrong.
-        let failed = problem.filter(|problem| *problem == Problem::Failed);
         if self.agreement.weight.is_none() {
-            self.agreement.weigh(Weight { weight: if is_open { 0.0 } else { total }, problem: failed })?;
+            self.agreement.weigh(Weight { weight: if is_open { 0.0 } else { total }, problem })?;
         }
         let (weighting, all) = match self.agreement.decided(true)? {
             Some(Ok(decided)) => decided,

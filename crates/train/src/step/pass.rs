@@ -53,6 +53,8 @@ pub struct StepPass {
 struct Cell {
     /// By position, whether a gradient has arrived.
     received: Vec<bool>,
+    /// That of the state in which the pass began.
+    generation: u64,
     /// What the loss is a mean over. `None` until it is known.
     weight: Option<f64>,
     problem: Option<Problem>,
@@ -80,9 +82,15 @@ impl Receiver {
     /// Takes the gradient of the parameter at a position, which the backward pass has completed.
     pub fn receive(&self, position: usize, gradient: Tensor) {
         let mut cell = lock(&self.cell);
+        if matches!(cell.gradients, Gradients::Ended) {
+            return;
+        }
+        let Some(weight) = cell.weight else {
+            cell.problem.get_or_insert(Problem::Unweighed(position));
+            return;
+        };
         // Gradients of no samples are NaN.
-        let weight = cell.weight.unwrap_or(0.0);
-        if matches!(cell.gradients, Gradients::Ended) || weight == 0.0 {
+        if weight == 0.0 {
             return;
         }
         if replace(&mut cell.received[position], true) {
@@ -110,7 +118,7 @@ impl Steps {
     #[track_caller]
     pub fn pass(&self, last: Option<Header>) -> Result<StepPass, Error> {
         let count = self.parameters().len();
-        {
+        let generation = {
             let mut state = self.state();
             if state.last_is_open {
                 let reason = "the last pass of a step is open; call its `finish` before another pass begins";
@@ -118,7 +126,8 @@ impl Steps {
             }
             state.open += 1;
             state.last_is_open = last.is_some();
-        }
+            state.generation
+        };
         let gradients = match last {
             None => Gradients::Kept((0..count).map(|_| None).collect()),
             Some(header) => {
@@ -126,7 +135,7 @@ impl Steps {
                 Gradients::Exchanged(Box::new(last))
             }
         };
-        let cell = Cell { received: vec![false; count], weight: None, problem: None, gradients };
+        let cell = Cell { received: vec![false; count], generation, weight: None, problem: None, gradients };
         Ok(StepPass { steps: self.clone(), cell: Arc::new(Mutex::new(cell)) })
     }
 
@@ -160,13 +169,20 @@ impl Pass for StepPass {
         direct: Vec<(usize, Tensor)>,
         problem: Option<Problem>,
     ) -> Result<Option<Outcome>, Error> {
-        let (gradients, weight, mut problem) = {
+        let (gradients, weight, mut problem, is_forgotten) = {
             let cell = &mut *lock(&self.cell);
-            (replace(&mut cell.gradients, Gradients::Ended), cell.weight.unwrap_or(0.0), cell.problem.or(problem))
+            let is_forgotten = cell.generation != self.steps.state().generation;
+            let gradients = replace(&mut cell.gradients, Gradients::Ended);
+            (gradients, cell.weight.unwrap_or(0.0), cell.problem.or(problem), is_forgotten)
         };
         let mut gradients = match gradients {
+            Gradients::Kept(_) if is_forgotten => {
+                self.steps.close(false);
+                return Ok(None);
+            }
             Gradients::Kept(gradients) => gradients,
             Gradients::Exchanged(last) => {
+                let problem = problem.or(is_forgotten.then_some(Problem::Dropped));
                 let outcome = last.finish(&self.steps, direct, weight, problem);
                 self.steps.close(true);
                 return outcome.map(Some);
@@ -191,6 +207,7 @@ impl Pass for StepPass {
         let mut state = self.steps.state();
         state.problem = state.problem.or(problem);
         state.sums.add(gradients, weight);
+        state.keep();
         drop(state);
         self.steps.close(false);
         Ok(None)
@@ -221,15 +238,16 @@ impl Pass for StepPass {
 
 impl Drop for StepPass {
     fn drop(&mut self) {
-        let (gradients, received) = {
+        let (gradients, received, generation) = {
             let mut cell = lock(&self.cell);
-            (replace(&mut cell.gradients, Gradients::Ended), cell.received.contains(&true))
+            let received = cell.received.contains(&true);
+            (replace(&mut cell.gradients, Gradients::Ended), received, cell.generation)
         };
         match gradients {
             Gradients::Ended => {}
             Gradients::Kept(_) => {
                 self.steps.close(false);
-                if received {
+                if received && generation == self.steps.state().generation {
                     self.steps.state().problem.get_or_insert(Problem::Dropped);
                 }
             }

@@ -2,6 +2,7 @@
 
 use std::mem::replace;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::exchange::{Channel, Model};
 use super::sums::Sums;
@@ -11,12 +12,19 @@ use crate::parameters::Parameter;
 use crate::protocol::{Header, Problem};
 use bonfire_core::DType;
 
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
 pub(super) struct State {
     model: Arc<Model>,
     pub settings: Settings,
     pub steps: u64,
     /// Gradients of the passes of this step that have ended.
     pub sums: Sums,
+    /// Counts what was forgotten. A pass of an older generation belongs to no step any more.
+    pub generation: u64,
+    /// Which of the steps of one model have kept passes, by their ids.
+    pub keeper: Arc<AtomicU64>,
+    id: u64,
     /// Passes that have not ended.
     pub open: usize,
     /// Whether one of them is the last.
@@ -53,6 +61,10 @@ impl State {
             settings: Settings::default(),
             steps: 0,
             sums: Sums::new(model.clone()),
+            generation: 0,
+            keeper: Arc::default(),
+            // Relaxed: only unique. 0 is none.
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             open: 0,
             last_is_open: false,
             problem: None,
@@ -72,6 +84,10 @@ impl State {
     pub fn begin(&mut self, header: &mut Header) {
         header.steps = self.steps;
         header.bucket_bytes = self.settings.bucket_bytes.unwrap_or(0) as u64;
+        // Relaxed, as below: a program that makes passes on several threads orders them.
+        if ![0, self.id].contains(&self.keeper.load(Ordering::Relaxed)) {
+            header.problem = header.problem.or(Some(Problem::Elsewhere));
+        }
         if self.settings.compressor.is_some() {
             let is_wide = |i: &usize| header.trained[*i] && self.model.parameters[*i].dtype == DType::F64;
             header.problem = header.problem.or((0..header.trained.len()).find(is_wide).map(Problem::Wide));
@@ -84,15 +100,29 @@ impl State {
         }
     }
 
+    /// Says that passes are kept here.
+    pub fn keep(&self) {
+        let _ = self.keeper.compare_exchange(0, self.id, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
     /// Takes the gradients of the passes that have ended.
     pub fn take_sums(&mut self) -> Sums {
+        let _ = self.keeper.compare_exchange(self.id, 0, Ordering::Relaxed, Ordering::Relaxed);
         replace(&mut self.sums, Sums::new(self.model.clone()))
+    }
+
+    /// Forgets the passes that have ended. What is open belongs to no step any more.
+    pub fn forget_passes(&mut self) {
+        drop(self.take_sums());
+        self.problem = None;
+        self.generation += 1;
     }
 
     /// Forgets a step whose result is not used.
     pub fn forget(&mut self) {
-        drop(self.take_sums());
-        self.problem = None;
+        self.forget_passes();
+        // A rank whose own header was refused has noticed a change of what is trained, and others have not.
+        self.is_ordered = false;
         if let Some(compressor) = &self.settings.compressor {
             compressor.forget();
         }

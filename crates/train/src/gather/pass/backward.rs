@@ -73,7 +73,7 @@ impl Pass {
     }
 
     /// Starts to gather the blocks of the plan up to this one and `more` after it, unless they were started before.
-    pub(super) fn start_planned(&mut self, block: usize, more: usize) -> Result<(), Error> {
+    fn start_planned(&mut self, block: usize, more: usize) -> Result<(), Error> {
         let Some(backward) = &mut self.backward else { return Ok(()) };
         let Some(at) = backward.plan.iter().position(|planned| *planned == block) else { return Ok(()) };
         let end = (at + 1 + more).min(backward.plan.len());
@@ -117,6 +117,9 @@ impl Pass {
         // needs a block that they have not begun to gather, of this model or of another one.
         let wait = self.engine.bounded;
         let decided = self.agreement.decided(wait)?;
+        if self.agreement.weight.is_none() {
+            self.problem.get_or_insert(Problem::Unweighed(position));
+        }
         // Gradients of no samples are NaN.
         let counts = self.agreement.weight.is_some_and(|weight| weight.weight > 0.0);
         if let Some(backward) = &mut self.backward {
@@ -134,6 +137,31 @@ impl Pass {
         }
         self.free_completed(block);
         Ok(())
+    }
+
+    /// Sends zeros for the gradients that have not come, at the end of the backward pass.
+    pub(super) fn send_zeros(&mut self) -> Result<(), Error> {
+        let decided = self.agreement.decided(true)?;
+        let Some(Backward { exchange, .. }) = &mut self.backward else { return Ok(()) };
+        for position in (0..self.expected.len()).filter(|position| self.expected[*position]) {
+            if !exchange.has(position) {
+                exchange.arrive_zeros(position);
+            }
+        }
+        match decided {
+            Some(Ok((weighting, total))) if total > 0.0 => {
+                exchange.agree(weighting);
+                exchange.advance(true)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the blocks of the plan that were not started.
+    pub(super) fn left(&self) -> Vec<usize> {
+        self.backward
+            .as_ref()
+            .map_or_else(Vec::new, |backward| backward.plan[backward.started.min(backward.plan.len())..].to_vec())
     }
 
     /// Frees a block if all its gradients are there.
