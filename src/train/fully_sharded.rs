@@ -94,7 +94,7 @@ const OPERATION: &str = "full sharding";
 /// error. So a penalty on weights uses the pass's model.
 ///
 /// Parameters that are in no block are gathered as one more block when the first of them is used, and stay until the
-/// end of the step. A model without marks is that one block.
+/// end of the pass. A model without marks is that one block.
 ///
 /// Frozen parameters, which need no gradient, are cut and gathered like others. In blocks that are used after the first
 /// trained parameter, burn computes their gradients too, which are dropped: it would keep the whole value of what needs

@@ -4,7 +4,7 @@
 //! gradients, so that a rank keeps parts of them only; the last pass of a step returns the mean over all.
 //!
 //! All ranks must start the same gathers in the same order. What a rank starts follows from what its pass uses and from
-//! the pass before ([`history`]), so ranks that run the same model agree without a message. A rank that runs no pass
+//! the pass before (`history`), so ranks that run the same model agree without a message. A rank that runs no pass
 //! while others do, because it has no data for it, *serves*: the others announce each gather, and it takes part.
 //!
 //! # What waits

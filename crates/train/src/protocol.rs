@@ -3,8 +3,8 @@
 //! | message | when | what |
 //! |---|---|---|
 //! | [`Header`] | at the start of a step | trained parameters, settings, number of the step, digests of parameters |
-//! | [`Weight`] | when the weight of a rank's passes is known | the weight |
-//! | [`Trailer`] | when a rank has all its gradients | which there were, and what went wrong |
+//! | `Weight` | when the weight of a rank's passes is known | the weight |
+//! | `Trailer` | when a rank has all its gradients | which there were, and what went wrong |
 //!
 //! Each is an all-gather of words that are as many on all ranks. Gradients are sent in between, from the moment in
 //! which header and weights of all ranks are there. Where a rank knows all three at once, they are one message.

@@ -21,8 +21,6 @@ pub(super) struct Progress {
     exists: Vec<bool>,
     /// By block, whether a backward pass of this rank has needed its values.
     needed: Vec<bool>,
-    /// The weight of this rank's passes.
-    weight: f64,
     problem: Option<Problem>,
 }
 
@@ -109,7 +107,7 @@ impl GatherSteps {
             state.counts = GatherCounts::default();
             let (sums, exists) = (Sums::new(shared.model.clone()), vec![false; parts.len()]);
             let needed = vec![false; shared.blocks.len()];
-            state.progress = Some(Progress { sums, last: None, exists, needed, weight: 0.0, problem: None });
+            state.progress = Some(Progress { sums, last: None, exists, needed, problem: None });
         }
         drop(state);
         Ok(Running::new(shared.clone(), engine, Agreement::start(&shared.groups.main, header)?, parts))
@@ -125,9 +123,11 @@ impl GatherSteps {
         state.engine = Some(pass.engine);
         let Some(progress) = &mut state.progress else { return Err(Error::broken(OPERATION, "no step is open")) };
         let weight = pass.agreement.weight.map_or(0.0, |weight| weight.weight);
-        progress.weight += weight;
         progress.problem = progress.problem.or(pass.problem);
         progress.needed.iter_mut().zip(&pass.needed).for_each(|(all, needed)| *all |= needed);
+        if weight > 0.0 && !pass.received.contains(&true) {
+            progress.problem.get_or_insert(pass.agreement.header.without_gradients());
+        }
         if weight > 0.0 {
             progress.exists.iter_mut().zip(&pass.received).for_each(|(exists, received)| *exists |= received);
         }
@@ -160,13 +160,10 @@ impl GatherSteps {
             header = pass.agreement.header.clone();
             kinds = self.end_pass(pass)?.map_err(error)?;
         }
-        let Some(mut progress) = lock(&self.shared.state).progress.take() else {
+        let Some(progress) = lock(&self.shared.state).progress.take() else {
             return Err(Error::broken(OPERATION, "no step is open"));
         };
         let exists = progress.exists.clone();
-        if progress.weight > 0.0 && !exists.contains(&true) {
-            progress.problem.get_or_insert(header.without_gradients());
-        }
         let trailer = Trailer { problem: progress.problem, ordered: false, exists, late: Vec::new() };
         let mut words = Writer::default();
         trailer.write(&mut words);
@@ -201,7 +198,7 @@ impl GatherSteps {
     /// Returns the whole parameters, by position, of parts that all ranks give. All ranks must call it.
     ///
     /// # Errors
-    /// Those of [`Group::all_gather`].
+    /// Those of [`Group::all_gather`](bonfire_core::Group::all_gather).
     #[track_caller]
     pub fn gather(&self, parts: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>, Error> {
         let shared = &self.shared;

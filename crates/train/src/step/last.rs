@@ -164,6 +164,9 @@ impl Last {
                 self.exchange.arrive(position, mean);
             }
         }
+        if weight > 0.0 && self.order.is_empty() && direct.is_empty() {
+            problem.get_or_insert(self.agreement.header.without_gradients());
+        }
         let mut late = Vec::new();
         for (position, gradient) in direct.into_iter().filter(|_| weight > 0.0) {
             if !steps.tensors().fits(position, &gradient) {
@@ -190,9 +193,6 @@ impl Last {
             }
         }
         let exists: Vec<bool> = (0..is_late.len()).map(|i| is_late[i] || self.exchange.has(i)).collect();
-        if total > 0.0 && !exists.contains(&true) {
-            problem.get_or_insert(self.agreement.header.without_gradients());
-        }
         let trailer = Trailer { problem, ordered: !self.order.is_empty(), exists, late: is_late };
         let mut words = Writer::default();
         trailer.write(&mut words);
