@@ -14,7 +14,8 @@ use bonfire_train::shards::Cut;
 use bonfire_train::step::Groups;
 
 impl<B: AutodiffBackend> DataParallel<B> {
-    /// Gives all ranks a saved state, which rank 0 reads: the bytes that [`TrainingState::save`] returned.
+    /// Gives all ranks a saved state, which rank 0 reads: the bytes that
+    /// [`TrainingState::save`](crate::TrainingState::save) returned.
     ///
     /// Call it on all ranks, with the state at the start of a training. Only rank 0 calls `read`, so files that other
     /// ranks may have, older ones for example, do not matter. Any number of ranks can resume. Afterwards the position
@@ -69,17 +70,17 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// Ranks may have failed in the same step or in two consecutive ones, so some ranks may be one step ahead. All
     /// ranks take over the state of the lowest rank among those that are furthest, by epoch and batch: model, parameter
-    /// ids, optimizer, scheduler and all else that [`TrainingState`] holds. Ranks that are lost during this call are
-    /// left out too.
+    /// ids, optimizer, scheduler and all else that [`TrainingState`](crate::TrainingState) holds. Ranks that are lost
+    /// during this call are left out too.
     ///
     /// Call it on every remaining rank. The gradients of each successful step must have been applied with
-    /// [`TrainingState::step`] before anything else was done. Afterwards
-    /// [`epoch`](TrainingState::epoch) and [`batch`](TrainingState::batch) are the position in the data, the same on
-    /// all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
-    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
-    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
-    /// otherwise a rank that ends first can leave others a step behind.
+    /// [`TrainingState::step`](crate::TrainingState::step) before anything else was done. Afterwards
+    /// [`epoch`](crate::TrainingState::epoch) and [`batch`](crate::TrainingState::batch) are the position in the data,
+    /// the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group. What a
+    /// program does next must follow from the state alone, since some ranks may have been further than others. After
+    /// the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails: otherwise
+    /// a rank that ends first can leave others a step behind.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};
@@ -114,9 +115,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// The errors of [`Group::shrink`](crate::Group::shrink) and of [`Group::broadcast`](crate::Group::broadcast). On
     /// all ranks: [`Error::InvalidArgument`] if burn cannot restore the state exactly, as
-    /// [`TrainingState::save`] describes it (here frozen parameters may have any float type, unless there is an
-    /// average); [`Error::Io`] if burn cannot record or load it. After an error each rank has its old state or that of
-    /// the furthest rank, as a whole.
+    /// [`TrainingState::save`](crate::TrainingState::save) describes it (here frozen parameters may have any float
+    /// type, unless there is an average); [`Error::Io`] if burn cannot record or load it. After an error each rank has
+    /// its old state or that of the furthest rank, as a whole.
     ///
     /// # Panics
     /// If a state cannot be read from its device.
