@@ -229,10 +229,10 @@ impl Program {
     /// Draws the passes of a rank in a step.
     fn draw(&self, random: &mut Random, step: usize, rank: usize) -> Vec<(usize, usize)> {
         use Feature::*;
-        let nobody = self.fault == Some(Fault::NobodyHasSamples) && step == 2;
+        let is_empty = self.fault == Some(Fault::NobodyHasSamples) && step == 2;
         // Rank 0 always has samples.
         let idle = self.has(NoSamples) && rank > 0 && random.one_in(3);
-        if nobody || idle {
+        if is_empty || idle {
             return Vec::new();
         }
         let count = if self.has(Passes) { 3 } else { 1 };

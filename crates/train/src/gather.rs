@@ -13,8 +13,8 @@
 //! process need. What it waits for are gathers, which run on the progress threads of all ranks once every rank has
 //! started them. A rank starts its first gathers of the backward pass during its forward pass, and each further one
 //! when its own backward pass needs the block before. So a rank whose backward pass has ended keeps no other waiting,
-//! whatever locks it waits for. A gradient never waits; before the next block is gathered, the backward pass of a rank
-//! that is a process waits for gradients in flight.
+//! whatever locks it waits for. The backward pass of a rank that is a process also waits, with its first gradient for
+//! the weights of all ranks, and before it gathers the next block for gradients in flight.
 
 mod blocks;
 mod history;

@@ -135,6 +135,15 @@ impl Input {
             _ => true,
         }
     }
+
+    /// Waits for the elements in host memory. `None` stands for zeros.
+    pub(crate) fn elements(self, tensors: &dyn Tensors) -> Result<Option<Elements>, Error> {
+        Ok(match self {
+            Input::Host(read) => Some(read.wait()?),
+            Input::Tensor(tensor) => Some(tensors.read(tensor).wait()?),
+            Input::Zeros => None,
+        })
+    }
 }
 
 /// What a rank gives to an operation, and the bytes of the whole that it is.

@@ -262,12 +262,9 @@ mod tests {
         })
     }
 
-    fn header(rank: usize) -> Header {
-        Header { trained: (0..70).map(|position| position % 3 == 0).collect(), pass: PassKind::RunsLast, ..at(rank) }
-    }
-
-    fn at(_: usize) -> Header {
-        Header { steps: 5, ..Default::default() }
+    fn header() -> Header {
+        let trained = (0..70).map(|position| position % 3 == 0).collect();
+        Header { trained, pass: PassKind::RunsLast, steps: 5, ..Default::default() }
     }
 
     #[test]
@@ -282,12 +279,12 @@ mod tests {
         let read = exchanged(
             3,
             |rank, to| {
-                header(rank).write(to);
+                header().write(to);
                 weight(rank).write(to);
                 trailer(rank).write(to);
             },
             |rank, from| {
-                let kinds = header(rank).evaluate(from).unwrap();
+                let kinds = header().evaluate(from).unwrap();
                 (kinds, weight(rank).evaluate(from).unwrap(), trailer(rank).evaluate(from).unwrap())
             },
         );
@@ -305,7 +302,7 @@ mod tests {
     fn what_differs_is_the_same_refusal_on_all_ranks() {
         let refused = |change: fn(usize, &mut Header)| {
             let own = |rank| {
-                let mut header = header(rank);
+                let mut header = header();
                 change(rank, &mut header);
                 header
             };

@@ -166,9 +166,10 @@ impl Steps {
     /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry. [`Error::Broken`]
     /// if the encoding panics.
     pub fn set_compression(&self, compression: impl Compression, trained: &[bool]) -> Result<(), Error> {
-        let mut wide = self.parameters().iter().zip(trained).filter(|(_, trained)| **trained).map(|(wide, _)| wide);
-        if let Some(wide) = wide.find(|parameter| parameter.dtype == DType::F64) {
-            let reason = format!("`{}` has elements of f64; train it in f32 or without compression", wide.path);
+        let wide = self.state().wide(trained);
+        if let Some(wide) = wide {
+            let path = &self.parameters()[wide].path;
+            let reason = format!("`{path}` has elements of f64; train it in f32 or without compression");
             return Err(Error::argument("set_compression", reason));
         }
         let compressor = Compressor::new(Arc::new(compression), self.groups().main.rank())?;

@@ -127,7 +127,7 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<bool, Error> {
         let train = self.train.clone();
         let mut batches = train.iter();
-        // As burn does: those of the last epoch that no step has used.
+        // As in burn, batches of the last epoch that no step has used count nothing.
         ddp.replicas.steps.forget_passes();
         // Iterations since the last step of the optimizer.
         let mut accumulated = 0;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::Compression;
-use crate::lane::{Call, Elements, Input, Lane, Memory, Pending, Target, Tensor, Tensors};
+use crate::lane::{Call, Elements, Lane, Memory, Pending, Target, Tensor, Tensors};
 use crate::protocol::Refusal;
 use bonfire_core::internal::{ByteOperations, Request, hash, lock};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
@@ -230,9 +230,9 @@ fn is_finite(values: &[f32]) -> bool {
 /// A lane on which gradients travel compressed. Its calls are all-reduces of f32, whose tensors lie one after the
 /// other.
 pub(crate) struct CompressedLane {
-    pub group: Group,
-    pub tensors: Arc<dyn Tensors>,
-    pub compressor: Compressor,
+    group: Group,
+    tensors: Arc<dyn Tensors>,
+    compressor: Compressor,
     /// Unused exchanges.
     exchanges: Arc<Mutex<Vec<Exchange>>>,
 }
@@ -262,11 +262,7 @@ impl Lane for CompressedLane {
         let mut exchange = lock(&self.exchanges).pop().unwrap_or_default();
         exchange.gradients.clear();
         for source in sources {
-            let elements = match source.input {
-                Input::Host(read) => Some(read.wait()?),
-                Input::Tensor(tensor) => Some(self.tensors.read(tensor).wait()?),
-                Input::Zeros => None,
-            };
+            let elements = source.input.elements(&*self.tensors)?;
             exchange.gradients.push((source.position, source.ranges.bytes() / size_of::<f32>(), elements));
         }
         let layout = self.compressor.layout(&self.group, bytes / size_of::<f32>())?;

@@ -206,20 +206,18 @@ impl Pass {
 
     /// Ends the pass: sends what is left and waits for all results.
     pub fn finish(&mut self) -> Result<Decided<Parts>, Error> {
-        let Some(announces) = self.announces()? else {
+        let announces = self.announces()?;
+        if self.agreement.weight.is_none() {
+            self.agreement.weigh(Weight { weight: 0.0, problem: None })?;
+        }
+        let Some(announces) = announces else {
             // All ranks send the same messages, also those that serve.
-            if self.agreement.weight.is_none() {
-                self.agreement.weigh(Weight { weight: 0.0, problem: None })?;
-            }
             if self.ended.is_empty() {
                 self.say_end(self.shared.groups.main.clone())?;
             }
             self.hear_ends()?;
             return self.agreement.kinds().map(|kinds| kinds.map(|_| (Vec::new(), 0.0)));
         };
-        if self.agreement.weight.is_none() {
-            self.agreement.weigh(Weight { weight: 0.0, problem: None })?;
-        }
         let has_served = !self.ended.is_empty();
         match (self.backward.is_none(), announces) {
             _ if has_served => {}

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
-use super::{Call, Elements, Input, Lane, Memory, Pending, Source, Target, Tensor, Tensors};
+use super::{Call, Elements, Lane, Memory, Pending, Source, Target, Tensor, Tensors};
 use bonfire_core::internal::{ByteOperations, Ranges, lock};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
@@ -100,14 +100,8 @@ impl Lane for HostLane {
     fn start(&mut self, call: Call) -> Result<Box<dyn Pending>, Error> {
         let Call { request, bytes, factor, sources, targets } = call;
         let dtype = request.dtype();
-        let read = sources.into_iter().map(|Source { input, ranges, .. }| {
-            let elements = match input {
-                Input::Host(read) => Some(read.wait()?),
-                Input::Zeros => None,
-                Input::Tensor(tensor) => Some(self.tensors.read(tensor).wait()?),
-            };
-            Ok((elements, ranges))
-        });
+        let read =
+            sources.into_iter().map(|Source { input, ranges, .. }| Ok((input.elements(&*self.tensors)?, ranges)));
         let mut sources = read.collect::<Result<Vec<_>, Error>>()?;
         let (mut whole, kept) = match own_memory(&mut sources, &targets, bytes) {
             Some(memory) => (Whole::Single(memory), Vec::new()),

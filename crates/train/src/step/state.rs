@@ -89,8 +89,7 @@ impl State {
             header.problem = header.problem.or(Some(Problem::Elsewhere));
         }
         if self.settings.compressor.is_some() {
-            let is_wide = |i: &usize| header.trained[*i] && self.model.parameters[*i].dtype == DType::F64;
-            header.problem = header.problem.or((0..header.trained.len()).find(is_wide).map(Problem::Wide));
+            header.problem = header.problem.or(self.wide(&header.trained).map(Problem::Wide));
         }
         header.compression = self.settings.compressor.as_ref().map_or(0, Compressor::digest);
         if self.trained != header.trained {
@@ -98,6 +97,11 @@ impl State {
             self.is_ordered = false;
             self.trained.clone_from(&header.trained);
         }
+    }
+
+    /// Returns the first of the trained parameters that is of f64, which cannot travel compressed.
+    pub fn wide(&self, trained: &[bool]) -> Option<usize> {
+        (0..trained.len()).find(|&position| trained[position] && self.model.parameters[position].dtype == DType::F64)
     }
 
     /// Says that passes are kept here.

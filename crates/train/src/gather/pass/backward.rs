@@ -113,10 +113,6 @@ impl Pass {
             return Ok(());
         }
         self.received[position] = true;
-        // Where other ranks wait for gradients in their backward passes, this one is sent at once: before this rank
-        // needs a block that they have not begun to gather, of this model or of another one.
-        let wait = self.engine.bounded;
-        let decided = self.agreement.decided(wait)?;
         if self.agreement.weight.is_none() {
             self.problem.get_or_insert(Problem::Unweighed(position));
         }
@@ -128,30 +124,32 @@ impl Pass {
             } else {
                 backward.exchange.arrive_zeros(position);
             }
-            if let Some(Ok((weighting, total))) = decided
-                && total > 0.0
-            {
-                backward.exchange.agree(weighting);
-                backward.exchange.advance(wait)?;
-            }
         }
+        // Where other ranks wait for gradients in their backward passes, this one is sent at once: before this rank
+        // needs a block that they have not begun to gather, of this model or of another one.
+        self.advance(self.engine.bounded)?;
         self.free_completed(block);
         Ok(())
     }
 
     /// Sends zeros for the gradients that have not come, at the end of the backward pass.
     pub(super) fn send_zeros(&mut self) -> Result<(), Error> {
-        let decided = self.agreement.decided(true)?;
-        let Some(Backward { exchange, .. }) = &mut self.backward else { return Ok(()) };
-        for position in (0..self.expected.len()).filter(|position| self.expected[*position]) {
-            if !exchange.has(position) {
-                exchange.arrive_zeros(position);
+        if let Some(Backward { exchange, .. }) = &mut self.backward {
+            for position in (0..self.expected.len()).filter(|position| self.expected[*position]) {
+                if !exchange.has(position) {
+                    exchange.arrive_zeros(position);
+                }
             }
         }
-        match decided {
-            Some(Ok((weighting, total))) if total > 0.0 => {
+        self.advance(true)
+    }
+
+    /// Sends the buckets that are complete, if the ranks have agreed on the weights; `wait` waits until they have.
+    fn advance(&mut self, wait: bool) -> Result<(), Error> {
+        match (self.agreement.decided(wait)?, &mut self.backward) {
+            (Some(Ok((weighting, total))), Some(Backward { exchange, .. })) if total > 0.0 => {
                 exchange.agree(weighting);
-                exchange.advance(true)
+                exchange.advance(wait)
             }
             _ => Ok(()),
         }
