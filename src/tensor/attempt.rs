@@ -1,14 +1,7 @@
 //! Errors of collectives inside forward and backward passes, which return no `Result`.
 
-use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-
 use bonfire_core::Error;
-
-thread_local! {
-    /// Whether this thread is inside [`attempt`].
-    static IN_ATTEMPT: Cell<bool> = const { Cell::new(false) };
-}
+use bonfire_train::step::layers;
 
 /// Runs a forward and backward pass and returns the [`Error`] of a collective that fails inside it.
 ///
@@ -32,37 +25,5 @@ thread_local! {
 /// # Errors
 /// The error of the collective that failed. [`operation`](super::operation#errors) says which errors poison the group.
 pub fn attempt<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
-    let before = IN_ATTEMPT.replace(true);
-    let result = catch_unwind(AssertUnwindSafe(pass));
-    IN_ATTEMPT.set(before);
-    result.or_else(|panic| match panic.downcast::<Error>() {
-        Ok(error) => Err(*error),
-        Err(panic) => resume_unwind(panic),
-    })
-}
-
-/// Ends a pass with a panic. Inside [`attempt`] the panic hook does not run, because `attempt` returns the error.
-#[track_caller]
-pub(crate) fn fail(error: Error) -> ! {
-    if IN_ATTEMPT.get() {
-        resume_unwind(Box::new(error));
-    }
-    panic!("{error}")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn attempt_returns_errors_and_propagates_other_panics() {
-        let error = Error::argument("test", "on purpose");
-        assert_eq!(attempt(|| 5), Ok(5));
-        assert_eq!(attempt(|| attempt(|| -> u8 { fail(error.clone()) })), Ok(Err(error.clone())));
-        assert_eq!(attempt(|| -> u8 { fail(error.clone()) }), Err(error.clone()));
-        let panic = catch_unwind(|| attempt(|| -> u8 { panic!("other") })).unwrap_err();
-        assert_eq!(panic.downcast_ref(), Some(&"other"));
-        let panic = catch_unwind(|| -> u8 { fail(Error::argument("test", "on purpose")) }).unwrap_err();
-        assert_eq!(panic.downcast_ref(), Some(&error.to_string()));
-    }
+    layers::attempt(pass)
 }

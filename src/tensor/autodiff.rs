@@ -49,9 +49,6 @@
 pub(crate) mod hook;
 mod linear;
 
-use std::cell::Cell;
-use std::sync::{Arc, OnceLock};
-
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
@@ -63,11 +60,11 @@ use burn::tensor::{Float, Tensor, TensorMetadata, TensorPrimitive};
 use self::hook::{Tracked, check_backend, with_tracked};
 use self::linear::Linear;
 pub use super::attempt::attempt;
-use super::attempt::fail;
 use super::operation::axis::Axis;
 use super::operation::carry;
 use super::operation::sizes::{self, Sizes, split_sizes};
 use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::step::layers::{Weight, begin_collective, fail};
 
 /// Returns the element-wise sum of the ranks' tensors, on every rank. For other reductions, without gradients, use
 /// [`operation::all_reduce`](super::operation::all_reduce).
@@ -255,45 +252,13 @@ fn linear<B: AutodiffBackend, const D: usize>(
     linear: Linear,
 ) -> Result<Tensor<B, D>, Error> {
     check_backend::<B>(OPERATION)?;
-    count();
+    begin_collective();
     let tensor = tensor.into_primitive().tensor();
     let result = with_tracked::<B, _>(tensor, |tensor| linear::tracked(tensor, group, linear))?;
     Ok(Tensor::from_primitive(TensorPrimitive::Float(result)))
 }
 
 const OPERATION: &str = "differentiable collective";
-
-thread_local! {
-    static COLLECTIVES: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Returns how many differentiable collectives this thread has begun.
-pub(crate) fn collectives() -> u64 {
-    COLLECTIVES.get()
-}
-
-fn count() {
-    COLLECTIVES.set(COLLECTIVES.get() + 1);
-}
-
-/// The weight of a rank's loss in a global loss that is a weighted sum. It may be known only after the forward pass.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Weight(Arc<OnceLock<f64>>);
-
-impl Weight {
-    pub fn new(weight: f64) -> Weight {
-        Weight(Arc::new(weight.into()))
-    }
-
-    /// Sets the weight, unless it is set.
-    pub fn set(&self, weight: f64) {
-        self.0.get_or_init(|| weight);
-    }
-
-    fn get(&self) -> f64 {
-        self.0.get().copied().unwrap_or(0.0)
-    }
-}
 
 /// Returns [`all_reduce_sum`] of a primitive tensor, with gradients for a global loss that is a weighted sum: the sum
 /// over the ranks of each rank's weight times its loss. The weight does not change the result.
@@ -307,7 +272,7 @@ pub(crate) fn weighted_sum<B: AutodiffBackend>(
     weight: &Weight,
 ) -> Result<FloatTensor<B>, Error> {
     check_backend::<B>(OPERATION)?;
-    count();
+    begin_collective();
     with_tracked::<B, _>(tensor, |tensor| tracked_sum(tensor, group, weight))
 }
 

@@ -14,9 +14,9 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
-use crate::tensor::attempt::fail;
-use crate::tensor::autodiff::{Weight, weighted_sum};
+use crate::tensor::autodiff::weighted_sum;
 use bonfire_core::{Error, Group};
+use bonfire_train::step::layers::{Weight, fail};
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]

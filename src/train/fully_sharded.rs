@@ -16,9 +16,8 @@ use self::model::{cut, eager, gathered_at_use, restored};
 use super::adapter::{BurnTensors, handle};
 use super::model::{InModel, Parameters, broadcast_parameters, rebuild};
 use super::parts::{Parts, Sharded};
-use super::pass::{Fault, Form, LastPass, Layers, Open, Pass};
+use super::pass::{Fault, Form, LastPass, Open, Pass};
 use super::states;
-use crate::tensor::autodiff::Weight;
 use crate::tensor::autodiff::hook::check_backend;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
@@ -29,6 +28,7 @@ use bonfire_train::gather::GatherSteps;
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::protocol::{Header, Refusal};
+use bonfire_train::step::layers::{Layers, Weight};
 use bonfire_train::step::{Groups, Outcome};
 
 const OPERATION: &str = "full sharding";

@@ -11,10 +11,10 @@ use burn::tensor::ops::FloatTensor;
 
 use super::adapter::handle;
 use super::model::{InModel, Parameters};
-use crate::tensor::autodiff::{Weight, attempt, collectives};
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
 use bonfire_train::protocol::{Problem, Refusal};
+use bonfire_train::step::layers::{Layers, Weight, attempt};
 use bonfire_train::step::{self, Means, Outcome};
 
 /// What the program's own code returns if it fails in a pass: any error.
@@ -192,27 +192,6 @@ pub(super) struct Open<B: AutodiffBackend, M> {
     pub layers: Layers,
     /// If layers of the model communicate, the ranks wait for each other here at the end of the pass.
     pub barrier: Option<Group>,
-}
-
-/// Whether layers of a model communicate, as far as its passes have shown it.
-pub(super) struct Layers {
-    communicate: Arc<AtomicBool>,
-    /// The thread's collectives before the pass.
-    before: u64,
-}
-
-impl Layers {
-    pub fn new(communicate: &Arc<AtomicBool>) -> Layers {
-        Layers { communicate: communicate.clone(), before: collectives() }
-    }
-
-    fn communicate(&self) -> bool {
-        // Relaxed: it is the same in all passes of a model, whichever sets it.
-        if collectives() > self.before {
-            self.communicate.store(true, Ordering::Relaxed);
-        }
-        self.communicate.load(Ordering::Relaxed)
-    }
 }
 
 impl<B: AutodiffBackend, M> Open<B, M> {

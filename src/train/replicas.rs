@@ -11,13 +11,13 @@ use burn::tensor::backend::AutodiffBackend;
 use super::adapter::handle;
 use super::batch_norm;
 use super::model::{InModel, Parameters};
-use super::pass::{Form, Layers, Nodes, Open};
+use super::pass::{Form, Nodes, Open};
 use super::walk::{Lazy, map_lazily};
-use crate::tensor::autodiff::Weight;
 use crate::tensor::autodiff::hook::{PassStart, hook};
 use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_train::protocol::{Header, Problem};
+use bonfire_train::step::layers::{Layers, Weight};
 use bonfire_train::step::{Gradients, Outcome, Pass, Receiver, Steps, Unused};
 
 /// Trains a model that is whole on every rank.

@@ -11,6 +11,7 @@
 mod exchange;
 mod gather;
 mod last;
+pub mod layers;
 mod pass;
 mod state;
 mod sums;

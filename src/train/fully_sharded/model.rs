@@ -9,7 +9,6 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{Float, Shape, TensorData, TensorMetadata, TensorPrimitive};
 
-use crate::tensor::autodiff::Weight;
 use crate::tensor::autodiff::hook::{PassStart, Recipe, hook, with_value};
 use crate::tensor::device::uses_collective_devices;
 use crate::tensor::host::Source;
@@ -24,6 +23,7 @@ use bonfire_core::internal::lock;
 use bonfire_train::gather::{GatherSteps, Hooks};
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::shards::{self, Layout};
+use bonfire_train::step::layers::Weight;
 
 /// Returns the float parameters whose values a module takes when it is mapped, as running states do. They cannot be
 /// gathered at their first use.

@@ -14,13 +14,13 @@ use burn_train::{
 
 use super::iteration::{Iteration, Next, RankReport, agree};
 use super::resume;
-use crate::tensor::attempt::attempt;
 use crate::train::DataParallel;
 use crate::train::adapter::scaled;
 use crate::train::record::recordable;
 use crate::train::resume::share;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
+use bonfire_train::step::layers::attempt;
 
 type Inner<LC> = <<LC as LearningComponentsTypes>::Backend as AutodiffBackend>::InnerBackend;
 
