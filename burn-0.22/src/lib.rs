@@ -1,0 +1,32 @@
+//! Bonfire for burn 0.22: collective communication for distributed training.
+//!
+//! | to | use |
+//! |---|---|
+//! | start ranks, as threads or as processes | [`launch()`], [`Group::from_env`] |
+//! | train a model on several ranks | [`DataParallel`] |
+//! | shard the state of the optimizer (ZeRO-1) | [`ShardedOptimizer`] |
+//! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
+//! | distribute samples over ranks | [`ShardedSampler`] |
+//! | exchange numbers | [`Group`] |
+//!
+//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: sharded
+//! models, checkpoints, operations on tensors, and collective devices.
+//!
+//! # Features
+//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Gradients go through host memory on all of them.
+//! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
+
+#![warn(missing_docs)]
+
+mod tensor;
+pub mod train;
+
+pub use bonfire_core::{
+    Algorithm, Batch, Buffer, Builder, Call, DType, Deadline, Element, Error, Fault, Group, Operation, ReduceOp,
+    Selection, Transport, Work, error, launch, partition, trace,
+};
+#[cfg(unix)]
+pub use bonfire_core::{Secret, TransportKind, yscv};
+pub use train::{
+    DataParallel, DeviceMesh, Parts, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig,
+};

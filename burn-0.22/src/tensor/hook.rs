@@ -1,0 +1,211 @@
+//! Gradients in the middle of a backward pass. Everything that depends on how burn-autodiff 0.22 runs its graph is
+//! here.
+//!
+//! burn-autodiff has no callback for a gradient. A backward step on the parameter is not enough: steps run by depth,
+//! deepest first. The depth of a step is one more than the greatest depth of its parents, so a step on a leaf has depth
+//! 1 and runs last. So the hook gets a parent that is as deep as the number of nodes that were made since the forward
+//! pass began. That is at least the depth of all that the pass has computed so far. The hook therefore runs right after
+//! the steps that use the parameter, and before those of the layers that the pass ran earlier.
+//!
+//! burn 0.22 does not let a program set the depth of a node. It follows from the parents, so such a parent is the last
+//! rung of a ladder: tensors of which each is made of the one before, and that no gradient flows to. A ladder belongs
+//! to a device, and is kept while the process runs. It grows to the depth of the deepest pass.
+//!
+//! The number counts the nodes of all threads, which does no harm: only the order within a graph matters. But rungs are
+//! nodes too. They are not counted: otherwise the ladders of ranks that are threads would drive each other up.
+//!
+//! burn-autodiff keeps a graph for each set of connected nodes, and joins two graphs by moving all nodes of one of
+//! them. A hook that joins the graph of the pass where its parameter is used would take time in proportion to the pass
+//! so far. So one parent of all hooks of a pass is one leaf, the anchor, and they are in one graph from the start.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+#[cfg(feature = "wgpu")]
+use burn::backend::Cube;
+#[cfg(feature = "flex")]
+use burn::backend::Flex;
+#[cfg(feature = "ndarray")]
+use burn::backend::NdArray;
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::{CheckpointStrategy, NoCheckpointing};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{
+    Autodiff, Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchKindConversion,
+    DispatchTensor, TensorMetadata, backend_extension,
+};
+use burn::tensor::{FloatDType, Shape};
+
+use bonfire_core::internal::lock;
+
+/// Gets a gradient, without autodiff. It runs on the thread of the backward pass, while burn-autodiff holds the lock of
+/// the graph, so it must neither wait nor panic.
+pub(crate) type GradientReceiver = Arc<dyn Fn(DispatchTensor) + Send + Sync>;
+
+/// Nodes between two rungs that are kept: a hook is too deep by less than this, which changes no order of layers.
+const STEP: u64 = 4;
+
+/// The nodes of rungs.
+static RUNGS: AtomicU64 = AtomicU64::new(0);
+
+/// Ladders, by device and checkpointing strategy: burn refuses operations on tensors of different strategies.
+static LADDERS: Mutex<Vec<Ladder>> = Mutex::new(Vec::new());
+
+struct Ladder {
+    device: DispatchDevice,
+    context: DispatchAutodiffContext,
+    rungs: Vec<DispatchTensor>,
+}
+
+/// The operations of this module, which burn's dispatch calls on the backend of a tensor.
+#[doc(hidden)]
+#[backend_extension(Flex: cfg(feature = "flex"), NdArray: cfg(feature = "ndarray"), Cube: cfg(feature = "wgpu"), Autodiff)]
+pub trait HookOps: Backend {
+    /// Returns `tensor`, whose gradient goes to `receiver` and no further.
+    fn hook(
+        tensor: FloatTensor<Self>,
+        anchor: FloatTensor<Self>,
+        rung: FloatTensor<Self>,
+        receiver: Receiver,
+    ) -> FloatTensor<Self> {
+        let _ = (anchor, rung, receiver);
+        tensor
+    }
+
+    /// Returns `tensor`, one deeper.
+    fn rung(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        tensor
+    }
+}
+
+#[cfg(feature = "flex")]
+impl HookOps for Flex {}
+
+#[cfg(feature = "ndarray")]
+impl HookOps for NdArray {}
+
+#[cfg(feature = "wgpu")]
+impl HookOps for Cube {}
+
+impl<B: HookOps, C: CheckpointStrategy> HookOps for Autodiff<B, C>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    fn hook(
+        tensor: FloatTensor<Self>,
+        anchor: FloatTensor<Self>,
+        rung: FloatTensor<Self>,
+        receiver: Receiver,
+    ) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        // Declared compute bound, so that no checkpointing strategy runs anything again.
+        let prepared = Hook.prepare::<NoCheckpointing>([node, anchor.node(), rung.node()]).compute_bound();
+        match prepared.stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(receiver, primitive),
+            OpsKind::UnTracked(prepared) => prepared.finish(primitive),
+        }
+    }
+
+    fn rung(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        Rung.prepare::<NoCheckpointing>([node]).compute_bound().stateless(primitive)
+    }
+}
+
+/// The backward step of a hook.
+#[derive(Debug)]
+struct Hook;
+
+impl<B: Backend> Backward<B, 3> for Hook
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    type State = Receiver;
+
+    fn backward(self, ops: Ops<Receiver, 3>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = BackendTensor::Float(gradients.consume::<B>(&ops.node));
+        (ops.state.0)(<DispatchTensor as DispatchKindConversion<B>>::from_backend(gradient));
+    }
+}
+
+/// The backward step of a rung, which never runs.
+#[derive(Debug)]
+struct Rung;
+
+impl<B: Backend> Backward<B, 1> for Rung {
+    type State = ();
+
+    fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
+}
+
+/// A [`GradientReceiver`], as the state of a backward step.
+#[doc(hidden)]
+#[derive(Clone)]
+pub struct Receiver(GradientReceiver);
+
+impl fmt::Debug for Receiver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Receiver")
+    }
+}
+
+/// Returns a rung on a tensor's device that is at least so deep.
+fn rung(tensor: &DispatchTensor, depth: u64) -> DispatchTensor {
+    let (device, context) = (tensor.device(), tensor.autodiff);
+    let mut ladders = lock(&LADDERS);
+    let known = ladders.iter().position(|ladder| ladder.device == device && ladder.context == context);
+    let at = known.unwrap_or_else(|| {
+        let first = Dispatch::float_zeros(Shape::new([1]), &device, FloatDType::F32);
+        ladders.push(Ladder { device, context, rungs: vec![first] });
+        ladders.len() - 1
+    });
+    let rungs = &mut ladders[at].rungs;
+    let wanted = depth.div_ceil(STEP) as usize;
+    while rungs.len() <= wanted {
+        let mut next = rungs[rungs.len() - 1].clone();
+        for _ in 0..STEP {
+            next = <Dispatch as HookOps>::rung(next);
+            // Relaxed: `time` is compared with a number of the same thread, and too great a depth does no harm.
+            RUNGS.fetch_add(1, Ordering::Relaxed);
+        }
+        rungs.push(next);
+    }
+    rungs[wanted].clone()
+}
+
+/// Returns the number of nodes that were made, apart from rungs.
+fn time() -> u64 {
+    NodeId::new().value.saturating_sub(RUNGS.load(Ordering::Relaxed))
+}
+
+/// The start of a forward pass. Dropping the last clone frees the anchor of its hooks.
+#[derive(Clone)]
+pub(crate) struct PassStart {
+    /// The nodes that were made before.
+    nodes: u64,
+    /// Made by the first hook.
+    anchor: Arc<OnceLock<DispatchTensor>>,
+}
+
+impl PassStart {
+    pub fn now() -> PassStart {
+        PassStart { nodes: time(), anchor: Arc::default() }
+    }
+}
+
+/// Returns `tensor` with a hook in its graph. In a backward pass, `receiver` gets the gradient once no step adds to it
+/// any more; the tensor itself gets none. Call it where the forward pass first uses the tensor. `start` is that of the
+/// pass.
+pub(crate) fn hook(tensor: DispatchTensor, start: &PassStart, receiver: GradientReceiver) -> DispatchTensor {
+    let anchor = start.anchor.get_or_init(|| {
+        let zeros = Dispatch::float_zeros(Shape::new([1]), &tensor.device(), FloatDType::F32);
+        Dispatch::float_set_require_grad(zeros, true)
+    });
+    let rung = rung(&tensor, time().saturating_sub(start.nodes));
+    <Dispatch as HookOps>::hook(tensor, anchor.clone(), rung, Receiver(receiver))
+}

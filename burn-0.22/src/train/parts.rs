@@ -1,0 +1,153 @@
+//! Gradients of which each rank has a part.
+
+use std::sync::Arc;
+
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Dispatch, DispatchTensor};
+use burn::grad_clipping::GradientClipping;
+use burn::module::ParamId;
+use burn::optim::ModuleOptimizer;
+
+use super::adapter::{handle, opened, scaled};
+use super::model::Parameters;
+use bonfire_core::Error;
+use bonfire_train::agree::all_gather_values;
+use bonfire_train::lane::{Tensors, sums_of_squares};
+use bonfire_train::shards::Layout;
+use bonfire_train::step::{Groups, Means};
+
+/// The mean gradients of a step, of which this rank has parts: what a step of a sharded training returns. All ranks
+/// call their methods alike.
+///
+/// A rank's part of a gradient cannot be clipped by a norm by itself. So norms and clipping are here, and mean what
+/// they mean for whole gradients.
+#[must_use = "an optimizer updates the model with them"]
+pub struct Parts {
+    /// This rank's parts, by position. `None` where no rank has a gradient, and where this rank has no part.
+    pub(super) gradients: Vec<Option<DispatchTensor>>,
+    /// By position, whether any rank has a gradient.
+    pub(super) exists: Vec<bool>,
+    pub(super) of: Arc<Sharded>,
+}
+
+/// What gradients are parts of.
+pub(super) struct Sharded {
+    pub groups: Groups,
+    pub parameters: Parameters,
+    pub tensors: Arc<dyn Tensors>,
+    pub layout: Arc<Layout>,
+}
+
+impl Parts {
+    pub(super) fn new(means: Means, of: Arc<Sharded>) -> Parts {
+        let gradients = means.gradients.into_iter().map(|part| part.map(opened));
+        Parts { gradients: gradients.collect(), exists: means.exists, of }
+    }
+
+    /// Returns the norm of all gradients, over all ranks. It is computed in f64.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a gradient cannot be read. Otherwise the errors of [`Group::all_gather`](crate::Group).
+    #[track_caller]
+    pub fn norm(&self) -> Result<f64, Error> {
+        Ok(self.squares()?.into_iter().sum::<f64>().sqrt())
+    }
+
+    /// Scales all gradients down to norm `max` if their [norm](Self::norm) exceeds it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks unless `max` is greater than 0, finite, and the same on all; the groups
+    /// remain usable. Otherwise those of [`norm`](Self::norm).
+    #[track_caller]
+    pub fn clip_norm(self, max: f64) -> Result<Self, Error> {
+        self.check_limit("clip_norm", max)?;
+        let norm = self.norm()?;
+        Ok(self.map(|_, part| if norm > max { scaled(part, max / norm) } else { part }))
+    }
+
+    /// Scales each gradient whose norm exceeds `max` down to it, as burn's `GradientClippingConfig::Norm` does.
+    ///
+    /// # Errors
+    /// See [`clip_norm`](Self::clip_norm).
+    #[track_caller]
+    pub fn clip_each_norm(self, max: f64) -> Result<Self, Error> {
+        self.check_limit("clip_each_norm", max)?;
+        let squares = self.squares()?;
+        Ok(self.map(|position, part| match squares[position].sqrt() {
+            norm if norm > max => scaled(part, max / norm),
+            _ => part,
+        }))
+    }
+
+    /// Limits each element to `-max..=max`, as burn's `GradientClippingConfig::Value` does.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`]: see [`clip_norm`](Self::clip_norm).
+    #[track_caller]
+    pub fn clip_values(self, max: f64) -> Result<Self, Error> {
+        self.check_limit("clip_values", max)?;
+        Ok(self.map(|_, part| Dispatch::float_clamp(part, (-max).into(), max.into())))
+    }
+
+    /// Splits them for two optimizers of one model: those of parameters for which `first` returns true, and the rest.
+    pub fn split(self, first: impl Fn(ParamId) -> bool) -> (Self, Self) {
+        let Parts { gradients, exists, of } = self;
+        let is_first: Vec<bool> = of.parameters.iter().map(|parameter| first(parameter.id)).collect();
+        let (mut one, mut other) = (Vec::new(), Vec::new());
+        for (part, is_first) in gradients.into_iter().zip(&is_first) {
+            let (own, none) = if *is_first { (&mut one, &mut other) } else { (&mut other, &mut one) };
+            own.push(part);
+            none.push(None);
+        }
+        let exists =
+            |side: bool| exists.iter().zip(&is_first).map(|(exists, first)| *exists && *first == side).collect();
+        (
+            Parts { gradients: one, exists: exists(true), of: of.clone() },
+            Parts { gradients: other, exists: exists(false), of: of.clone() },
+        )
+    }
+
+    /// Clips by norm as the optimizer is set to. Then its own clipping, by the norm of a part, changes nothing.
+    #[track_caller]
+    pub(super) fn clipped_for(self, optimizer: &ModuleOptimizer) -> Result<Self, Error> {
+        match optimizer.grad_clipping() {
+            Some(GradientClipping::Norm(max)) => self.clip_each_norm(f64::from(*max)),
+            _ => Ok(self),
+        }
+    }
+
+    /// Returns the sum of the squares of each gradient, by position.
+    fn squares(&self) -> Result<Vec<f64>, Error> {
+        let Sharded { groups, parameters, tensors, .. } = &*self.of;
+        let parts = self.gradients.iter().enumerate();
+        let (positions, own): (Vec<usize>, Vec<_>) = parts
+            .filter_map(|(position, part)| Some((position, (handle(part.clone()?), parameters[position].spec.carrier))))
+            .unzip();
+        let own = sums_of_squares(&**tensors, own).map_err(|error| groups.abandon(error))?;
+        let mut squares = vec![0.0; self.gradients.len()];
+        positions.into_iter().zip(own).for_each(|(position, sum)| squares[position] = sum);
+        groups.add_over_shards(squares)
+    }
+
+    /// Fails on all ranks unless they clip to the same.
+    #[track_caller]
+    fn check_limit(&self, operation: &str, max: f64) -> Result<(), Error> {
+        let all = all_gather_values(&self.of.groups.main, [max])?;
+        if let Some(rank) = all.iter().position(|other| other[0].to_bits() != all[0][0].to_bits()) {
+            let (first, other) = (all[0][0], all[rank][0]);
+            let reason = format!("rank 0 clips to {first} and rank {rank} to {other}; pass the same norm on all ranks");
+            return Err(Error::argument(operation, reason));
+        }
+        match max > 0.0 && max.is_finite() {
+            true => Ok(()),
+            false => Err(Error::argument(operation, format!("nothing can be clipped to {max}; give a number above 0"))),
+        }
+    }
+
+    fn map(mut self, f: impl Fn(usize, DispatchTensor) -> DispatchTensor) -> Self {
+        for (position, part) in self.gradients.iter_mut().enumerate() {
+            *part = part.take().map(|part| f(position, part));
+        }
+        self
+    }
+}

@@ -1,0 +1,211 @@
+//! Passes, as programs see them: the models that they run, and their ends.
+
+use std::sync::{Arc, Mutex};
+
+use burn::backend::DispatchTensor;
+use burn::optim::GradientsParams;
+use burn::tensor::{Gradients, Tensor};
+
+use super::adapter::handle;
+use super::model::{InModel, Parameters};
+use bonfire_core::internal::lock;
+use bonfire_core::{Error, Group};
+use bonfire_train::lane::Tensor as Handle;
+use bonfire_train::protocol::{Problem, Refusal};
+use bonfire_train::step::layers::{Layers, Weight};
+use bonfire_train::step::{self, Means, Outcome};
+
+/// What the program's own code returns if it fails in a pass: any error.
+pub type Fault = Box<dyn std::error::Error + Send + Sync>;
+
+/// The name of a step in errors.
+const OPERATION: &str = "training step";
+
+/// A pass in progress that is not the last one of its step, from [`DataParallel::pass`](super::DataParallel::pass): run
+/// a forward and a backward pass with [`model`](Self::model), then call [`finish`](Self::finish).
+///
+/// If it is dropped before its backward pass, it has not taken place.
+#[must_use = "`finish` keeps the gradients for the last pass of the step"]
+pub struct Pass<M>(pub(super) Open<M>);
+
+impl<M> Pass<M> {
+    /// Returns the model for this pass. Its parameters have the values of the model in training, and hand their
+    /// gradients over during the backward pass.
+    ///
+    /// Run one backward pass over it. The gradients of a second one come too late, which is an error where `finish`
+    /// gets them; it cannot know of those that a program drops. Clones of the model may be used too. A
+    /// [`fork`](burn::module::Module::fork), or what [`no_grad`](burn::module::Module::no_grad) returns, hands no
+    /// gradients over.
+    pub fn model(&self) -> &M {
+        &self.0.model
+    }
+
+    /// Ends the pass after its backward pass, which has returned `gradients`: takes those of the model in training from
+    /// them. Those of inputs and of other models stay. It waits for no other rank, unless ranks
+    /// are threads and layers of the model communicate.
+    ///
+    /// # Errors
+    /// What is wrong with the gradients is an error of the last pass, on all ranks.
+    #[track_caller]
+    pub fn finish(self, gradients: &mut Gradients) -> Result<(), Error> {
+        self.0.finish(gradients).map(drop)
+    }
+
+    /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model,
+    /// as burn-train's `TrainOutput` does. Those that have reached the model in training itself are lost then.
+    ///
+    /// # Errors
+    /// See [`finish`](Self::finish).
+    #[track_caller]
+    pub fn finish_trained(self, gradients: GradientsParams) -> Result<(), Error> {
+        self.0.finish_trained(gradients).map(drop)
+    }
+}
+
+/// The last pass of a step in progress, from [`DataParallel::last_pass`](super::DataParallel::last_pass): run a forward
+/// and a backward pass with [`model`](Self::model), then call [`finish`](Self::finish). Gradients leave during the
+/// backward pass.
+///
+/// If it is dropped without `finish`, the group fails on all ranks, because the others wait for this rank's gradients.
+/// If it is dropped by a panic, the others find this rank lost once its group is dropped too.
+#[must_use = "`finish` returns the gradients, and the other ranks wait for it"]
+pub struct LastPass<M, G = GradientsParams> {
+    pub(super) open: Open<M>,
+    /// What the program gets of the mean gradients.
+    pub(super) result: Box<dyn FnOnce(Means) -> G>,
+}
+
+impl<M, G> LastPass<M, G> {
+    /// Returns the model for this pass: see [`Pass::model`].
+    pub fn model(&self) -> &M {
+        &self.open.model
+    }
+
+    /// Ends the step after the backward pass, which has returned `gradients`: waits for the exchange and returns the
+    /// mean over all passes and ranks, bit-identical on all of them; of sharded gradients this rank's parts. Gradients
+    /// of inputs and of other models stay in `gradients`, so one backward pass may end the steps of several models.
+    ///
+    /// A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays missing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the ranks' parameters or settings differ, if
+    /// the model is not the one in training, if a rank with samples has no gradients, has run two backward passes in
+    /// one pass, or has another pass of the step open. The group remains usable. Otherwise the errors of
+    /// [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a gradient from its device or has
+    /// dropped its step. The call may have succeeded on other ranks then, which are one step ahead.
+    #[track_caller]
+    pub fn finish(self, gradients: &mut Gradients) -> Result<G, Error> {
+        let outcome = self.open.finish(gradients)?;
+        Ok((self.result)(means(outcome)?))
+    }
+
+    /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the pass's model,
+    /// as burn-train's `TrainOutput` does.
+    ///
+    /// # Errors
+    /// See [`finish`](Self::finish).
+    #[track_caller]
+    pub fn finish_trained(self, gradients: GradientsParams) -> Result<G, Error> {
+        let outcome = self.open.finish_trained(gradients)?;
+        Ok((self.result)(means(outcome)?))
+    }
+
+    /// As [`finish`](Self::finish), without a backward pass, in a pass of weight 0. If one backward pass ends the steps
+    /// of several models, a rank without samples begins the last pass of each, as the others do, and then skips each.
+    ///
+    /// # Errors
+    /// See [`finish`](Self::finish).
+    #[track_caller]
+    pub fn skip(self) -> Result<G, Error> {
+        let outcome = self.open.end(Vec::new(), None)?;
+        Ok((self.result)(means(outcome)?))
+    }
+}
+
+/// Returns the means of a step that has ended.
+pub(super) fn means(outcome: Option<Outcome>) -> Result<Means, Error> {
+    match outcome {
+        Some(Outcome::Gradients(means)) => Ok(means),
+        Some(Outcome::NoSamples) => Err(Refusal::NoSamples.error(OPERATION, &[])),
+        None => Err(Error::broken(OPERATION, "its last pass has no outcome")),
+    }
+}
+
+/// What stands for a parameter in the graph once a pass has used it: a leaf of the pass's own, and that leaf with a
+/// hook. burn-autodiff may free a leaf while another thread's backward pass ends, so both live until that of the pass
+/// has returned.
+#[derive(Default)]
+pub(super) struct Node(Mutex<Option<[DispatchTensor; 2]>>);
+
+impl Node {
+    /// Returns the leaf with a hook, which is made unless there is one.
+    pub fn hooked(&self, make: impl FnOnce() -> [DispatchTensor; 2]) -> DispatchTensor {
+        lock(&self.0).get_or_insert_with(make)[1].clone()
+    }
+
+    /// Whether `gradients` has one that no hook has received. A hook runs once, so a second backward pass has left it.
+    fn is_left_in(&self, gradients: &mut Gradients) -> bool {
+        lock(&self.0).as_ref().is_some_and(|[_, hooked]| removed(hooked, gradients).is_some())
+    }
+}
+
+/// Takes the gradient of a tensor.
+fn removed(tensor: &DispatchTensor, gradients: &mut Gradients) -> Option<DispatchTensor> {
+    let tensor = Tensor::<1>::from_dispatch(tensor.clone());
+    tensor.grad_remove(gradients).map(Tensor::into_dispatch)
+}
+
+/// The nodes of a pass, by position.
+pub(super) type Nodes = Vec<Arc<Node>>;
+
+/// A pass in progress.
+pub(super) struct Open<M> {
+    pub model: M,
+    pub engine: Box<dyn step::Pass>,
+    pub nodes: Nodes,
+    /// What the model in training has.
+    pub own: InModel,
+    pub parameters: Parameters,
+    /// What the loss is a mean over, for layers that communicate in the backward pass.
+    pub weight: Weight,
+    pub layers: Layers,
+    /// If layers of the model communicate, the ranks wait for each other here at the end of the pass.
+    pub barrier: Option<Group>,
+}
+
+impl<M> Open<M> {
+    /// Says what the loss is a mean over.
+    pub fn weigh(self, weight: f64) -> Result<Self, Error> {
+        self.weight.set(weight);
+        self.engine.set_weight(weight)?;
+        Ok(self)
+    }
+
+    pub fn finish(self, gradients: &mut Gradients) -> Result<Option<Outcome>, Error> {
+        let left = self.nodes.iter().position(|node| node.is_left_in(gradients));
+        let mut problem = left.map(Problem::Twice);
+        if self.own.unknown.iter().any(|tensor| removed(tensor, gradients).is_some()) {
+            problem.get_or_insert(Problem::Unknown);
+        }
+        let own = self.own.values.iter().enumerate();
+        let direct: Vec<(usize, Handle)> = own
+            .filter_map(|(position, tensor)| Some((position, handle(removed(tensor.as_ref()?, gradients)?))))
+            .collect();
+        self.end(direct, problem)
+    }
+
+    fn finish_trained(self, gradients: GradientsParams) -> Result<Option<Outcome>, Error> {
+        let (left, _) = self.parameters.take(gradients);
+        let problem = left.first().map(|(position, _)| Problem::Twice(*position));
+        self.end(Vec::new(), problem)
+    }
+
+    /// Ends the pass. Its tensors share the parameters' memory, which the optimizer changes in place if it is the only
+    /// owner, so they are dropped.
+    fn end(self, direct: Vec<(usize, Handle)>, problem: Option<Problem>) -> Result<Option<Outcome>, Error> {
+        let Open { engine, layers, barrier, .. } = self;
+        let outcome = engine.finish(direct, problem)?;
+        barrier.filter(|_| layers.communicate()).map_or(Ok(()), |group| group.barrier())?;
+        Ok(outcome)
+    }
+}

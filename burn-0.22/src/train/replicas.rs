@@ -1,0 +1,137 @@
+//! Steps of a model that is whole on every rank.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Dispatch, TensorMetadata};
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+
+use super::adapter::handle;
+use super::batch_norm;
+use super::model::{InModel, Parameters};
+use super::pass::{Fault, Nodes, Open, means};
+use super::walk::{Lazy, map_lazily};
+use crate::tensor::hook::{PassStart, hook};
+use bonfire_core::Error;
+use bonfire_core::internal::AgreedOperations;
+use bonfire_train::protocol::{Header, Problem};
+use bonfire_train::step::layers::{Layers, Weight, attempt};
+use bonfire_train::step::{Gradients, Means, Outcome, Pass, Receiver, Steps, Unused};
+
+/// Trains a model that is whole on every rank.
+#[derive(Clone)]
+pub(super) struct Replicas {
+    pub steps: Steps,
+    pub parameters: Parameters,
+    pub unused: Arc<Unused>,
+    /// Whether any ranks are threads of one process.
+    pub has_threads: bool,
+    /// Whether layers of the model communicate, as far as it is known.
+    pub communicate: Arc<AtomicBool>,
+}
+
+impl Replicas {
+    /// Returns the header of a step with what a model has.
+    fn header(&self, own: &InModel) -> Result<Header, Error> {
+        self.unused.end();
+        let mut header = own.header(&self.parameters);
+        if self.steps.comparison_is_due(&header.trained) {
+            header.digests = Some(own.digests().map_err(|error| self.steps.groups().main.abandon(error))?);
+        }
+        Ok(header)
+    }
+
+    /// Exchanges gradients that are all there.
+    #[track_caller]
+    pub fn sync<M: Module>(
+        &self,
+        operation: &'static str,
+        model: &M,
+        gradients: GradientsParams,
+        weight: usize,
+    ) -> Result<Outcome, Error> {
+        let header = self.header(&self.parameters.in_model(model))?;
+        let (gradients, others) = self.parameters.take(gradients);
+        let problem = (others && weight > 0).then_some(Problem::Unknown);
+        let gradients = gradients.into_iter().map(|(position, tensor)| (position, handle(tensor))).collect();
+        self.steps.sync(operation, header, Gradients { gradients, weight: weight as f64, problem })
+    }
+
+    /// Begins a pass, whose weight is not known.
+    #[track_caller]
+    pub fn begin<M: Module>(&self, model: &M, is_last: bool) -> Result<Open<M>, Error> {
+        let own = self.parameters.in_model(model);
+        let header = if is_last { Some(self.header(&own)?) } else { None };
+        let pass = self.steps.pass(header)?;
+        let (weight, layers) = (Weight::default(), Layers::new(&self.communicate));
+        let (model, nodes) = self.observed(model, &pass.receiver(), &weight);
+        // A layer that waits for other ranks in a backward pass holds locks of burn-autodiff, which a rank on another
+        // thread needs at the end of its own. So no rank begins a backward pass before all have ended the last one.
+        let barrier = (self.has_threads && !is_last).then(|| self.steps.groups().main.clone());
+        let parameters = self.parameters.clone();
+        Ok(Open { model, engine: Box::new(pass), nodes, own, parameters, weight, layers, barrier })
+    }
+
+    /// Makes a step, or what is left of it, without a pass of this rank.
+    #[track_caller]
+    pub fn skip<M: Module>(&self, model: &M) -> Result<Outcome, Error> {
+        let pass = Box::new(self.steps.pass(Some(self.header(&self.parameters.in_model(model))?))?);
+        pass.set_weight(0.0)?;
+        pass.finish(Vec::new(), None)?.ok_or_else(|| Error::broken("skip", "a last pass has no outcome"))
+    }
+
+    /// Makes a step with a pass for each batch. `loss` returns the loss and what it is a mean over.
+    #[track_caller]
+    pub fn run<M: Module, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        mut loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+    ) -> Result<Means, Error> {
+        let mut batches = batches.into_iter().peekable();
+        while let Some(batch) = batches.next() {
+            let open = self.begin(model, batches.peek().is_none())?;
+            let outcome = match attempt(|| loss(&open.model, batch))? {
+                Ok((loss, weight)) => open.weigh(weight as f64)?.finish(&mut attempt(|| loss.backward())?)?,
+                Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
+                    None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,
+                    outcome => outcome,
+                },
+            };
+            if outcome.is_some() {
+                return means(outcome);
+            }
+        }
+        self.skip(model).and_then(|outcome| means(Some(outcome)))
+    }
+
+    /// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own
+    /// into the graph, with a hook. So a hook's depth is that of the first use, whatever the order in which the model
+    /// declares its parameters. A clone of the model uses the same hooks, because a gradient that arrives in two parts
+    /// is incomplete.
+    fn observed<M: Module>(&self, model: &M, receiver: &Receiver, weight: &Weight) -> (M, Nodes) {
+        let nodes: Nodes = (0..self.parameters.len()).map(|_| Arc::default()).collect();
+        let start = PassStart::now();
+        let enter = |container: &str| {
+            if batch_norm::offer_weight(container, weight) {
+                self.communicate.store(true, Ordering::Relaxed);
+            }
+        };
+        let model = map_lazily(model.clone(), enter, |parameter| {
+            let position = self.parameters.position(parameter.id).filter(|_| parameter.trained)?;
+            let (node, value) = (nodes[position].clone(), parameter.value);
+            let (start, receiver, shape) = (start.clone(), receiver.clone(), value.shape());
+            let of_first_use = move || {
+                let leaf = Dispatch::float_detach(value.clone());
+                let receiver = receiver.clone();
+                let receive = Arc::new(move |gradient| receiver.receive(position, handle(gradient)));
+                [leaf.clone(), hook(leaf, &start, receive)]
+            };
+            Some(Lazy { shape, value: Arc::new(move || node.hooked(&of_first_use)) })
+        });
+        (model, nodes)
+    }
+}

@@ -1,0 +1,261 @@
+//! An optimizer whose state is partitioned over the ranks (ZeRO-1).
+//!
+//! All forms of [`Sharding`] are the same code, with blocks of all ranks, of some, or of one. Replicas of the state
+//! stay equal because they compute the same from the same bits. The ranks compare their parameters, not their state.
+//!
+//! A parameter without a gradient is left out, as burn's optimizers do, so that counts of steps are right.
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor, TensorMetadata};
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Shape, Tensor};
+
+use super::adapter::{handle, opened};
+use super::data_parallel::DataParallel;
+use super::parts::{Parts, Sharded};
+use super::pass::{Fault, LastPass, Pass, means};
+use super::replicas::Replicas;
+use super::slices::{check_elementwise, update};
+use super::walk::map_floats;
+use bonfire_core::Error;
+use bonfire_train::protocol::{Problem, Refusal};
+use bonfire_train::shards::Cut;
+use bonfire_train::step::{Groups, Outcome, Steps};
+use bonfire_train::{DeviceMesh, Sharding};
+
+const OPERATION: &str = "sharded optimizer";
+
+/// An optimizer whose state is partitioned over the ranks of a [`DataParallel`] (ZeRO-1).
+///
+/// Use it when the optimizer state is too large for every rank. Parameters and gradients stay whole on every rank. The
+/// state on a rank shrinks by the number of ranks in a block, see [`Sharding`].
+///
+/// Its passes are those of [`DataParallel`], and return [`Parts`]: the gradients' means, reduced to the rank that keeps
+/// the state for them (a reduce-scatter within each block of ranks, then an all-reduce of the parts across the blocks).
+/// [`step`](Self::step) updates this rank's part of the parameters and gathers the other parts (an all-gather within
+/// each block). The ranks of a block transfer as many bytes as in an all-reduce.
+///
+/// ```
+/// use bonfire::{DataParallel, Group, ShardedOptimizer, ShardedSampler, Sharding};
+/// # use burn::nn::{Linear, LinearConfig};
+/// # use burn::optim::AdamConfig;
+/// # use burn::tensor::{Device, Tensor};
+///
+/// fn train(group: Group) -> Result<Linear, bonfire::Error> {
+///     let device = Device::flex().autodiff();
+///     let (mut model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init(&device))?;
+///     let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All)?;
+///     for shard in ShardedSampler::new(ddp.group(), 100, 16)?.epoch(0) {
+///         let input = Tensor::<2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
+///         let parts = optimizer.run(&model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
+///         optimizer.step(0.1, &mut model, parts.clip_norm(1.0)?)?;
+///     }
+///     Ok(model)
+/// }
+///
+/// let models = bonfire::launch(2, train)?;
+/// # Ok::<(), bonfire::launch::Failed>(())
+/// ```
+///
+/// # Supported optimizers
+/// Element-wise optimizers, because a rank sees flat slices of parameters: burn's `Sgd`, `Adam`, `AdamW`, `Adan`,
+/// `AdaGrad` and `RmsProp`, with weight decay and clipping, also one for each group of parameters. The result is that
+/// of the optimizer on a single rank, up to the order in which gradients are summed. [`new`](Self::new) tries the
+/// optimizer and refuses others, such as `Muon` and `Lamb`.
+///
+/// Two optimizers for one model are two of these, of one `DataParallel` and one sharding: [`Parts::split`] splits what
+/// the passes of one of them return.
+pub struct ShardedOptimizer {
+    replicas: Replicas,
+    of: Arc<Sharded>,
+    /// Its state is that of this rank's slices.
+    optimizer: ModuleOptimizer,
+}
+
+impl ShardedOptimizer {
+    /// Partitions the state of a new optimizer for the model of `ddp`. All ranks must call this with the same
+    /// arguments; with several blocks it blocks until they have. The optimizer communicates on the group of `ddp`, and
+    /// `ddp` remains usable for [`mean`](DataParallel::mean) and [`average_states`](DataParallel::average_states).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an optimizer that mixes the elements of a parameter, for one that has state
+    /// already, and if the sharding does not divide the ranks. Otherwise the errors of
+    /// [`Group::subgroup`](crate::Group::subgroup).
+    #[track_caller]
+    pub fn new(ddp: &DataParallel, optimizer: ModuleOptimizer, sharding: Sharding) -> Result<Self, Error> {
+        // Before the ranks make subgroups.
+        check_optimizer(ddp, &optimizer)?;
+        Self::on_mesh(ddp, optimizer, &sharding.mesh(OPERATION, ddp.group())?)
+    }
+
+    /// As [`new`](Self::new), with the dimensions `shard` and `replicate` of a mesh of the same ranks.
+    ///
+    /// # Errors
+    /// Those of `new`, and [`Error::InvalidArgument`] if the mesh has other dimensions or other ranks.
+    #[track_caller]
+    pub fn on_mesh(ddp: &DataParallel, optimizer: ModuleOptimizer, mesh: &DeviceMesh) -> Result<Self, Error> {
+        check_optimizer(ddp, &optimizer)?;
+        let Replicas { steps, parameters, unused, .. } = &ddp.replicas;
+        unused.end();
+        let mut groups = Groups::sharded(mesh, OPERATION)?;
+        let (whole, own) = (mesh.whole(), ddp.group());
+        if (whole.rank(), whole.world_size()) != (own.rank(), own.world_size()) {
+            let reason = "the mesh has other ranks than the `DataParallel`; make both of one group";
+            return Err(Error::argument(OPERATION, reason));
+        }
+        groups.main = own.clone();
+        let (tensors, of_all) = (steps.tensors().clone(), steps.parameters().clone());
+        let steps = Steps::new(groups.clone(), of_all, tensors.clone(), Cut::Slices, false).beside(steps);
+        let of = Sharded { groups, parameters: parameters.clone(), tensors, layout: steps.layout().clone() };
+        let replicas = Replicas { steps, ..ddp.replicas.clone() };
+        Ok(ShardedOptimizer { replicas, of: Arc::new(of), optimizer })
+    }
+
+    /// As [`DataParallel::run`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::run`].
+    #[track_caller]
+    pub fn run<M: Module, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
+    ) -> Result<Parts, Error> {
+        self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
+    }
+
+    /// As [`DataParallel::try_run`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::try_run`].
+    #[track_caller]
+    pub fn try_run<M: Module, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+    ) -> Result<Parts, Error> {
+        Ok(Parts::new(self.replicas.run(model, batches, loss)?, self.of.clone()))
+    }
+
+    /// As [`DataParallel::pass`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::pass`].
+    #[track_caller]
+    pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+        self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
+    }
+
+    /// As [`DataParallel::last_pass`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::last_pass`].
+    #[track_caller]
+    pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M, Parts>, Error> {
+        let of = self.of.clone();
+        let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
+        Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
+    }
+
+    /// As [`DataParallel::skip`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::skip`].
+    #[track_caller]
+    pub fn skip<M: Module>(&self, model: &M) -> Result<Parts, Error> {
+        self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
+    }
+
+    /// As [`DataParallel::join`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::join`].
+    #[track_caller]
+    pub fn join<M: Module>(&self, model: &M) -> Result<Option<Parts>, Error> {
+        Ok(match self.replicas.skip(model)? {
+            Outcome::NoSamples => None,
+            Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
+        })
+    }
+
+    /// As [`DataParallel::sync`].
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::sync`].
+    #[track_caller]
+    pub fn sync<M: Module>(&self, model: &M, gradients: GradientsParams, weight: usize) -> Result<Parts, Error> {
+        let outcome = self.replicas.sync("sync", model, gradients, weight)?;
+        Ok(Parts::new(means(Some(outcome))?, self.of.clone()))
+    }
+
+    /// Updates the model: this rank's part of each parameter that has a gradient, and then all ranks gather the other
+    /// parts. All ranks must call this with the same learning rate.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if learning rates differ, if the parts are those of another sharding, or
+    /// if the model lacks a parameter; nothing is changed then. Otherwise the errors of
+    /// [`Group::all_gather`](crate::Group::all_gather), after which the optimizer's state may be ahead of the model.
+    #[track_caller]
+    pub fn step<M: Module>(
+        &mut self,
+        lr: impl Into<ModuleLearningRate>,
+        model: &mut M,
+        parts: Parts,
+    ) -> Result<(), Error> {
+        let (lr, steps, parameters) = (lr.into(), &self.replicas.steps, &self.replicas.parameters);
+        let is_own = Arc::ptr_eq(&parts.of.layout, steps.layout()) || self.is_of_same_sharding(&parts);
+        let values = parameters.in_model(model).values;
+        let lacks = |position: &usize| parts.exists[*position] && values[*position].is_none();
+        let problem = match is_own {
+            false => Some(Problem::OtherParts),
+            true => (0..values.len()).find(lacks).map(Problem::Changed),
+        };
+        steps.begin_update("step", lr.base(), problem)?;
+        let mut parts = parts.clipped_for(&self.optimizer)?;
+        let optimizer = &mut self.optimizer;
+        let update = |position: usize| {
+            let own = steps.layout().range(position);
+            let value = flat(Dispatch::inner(values[position].clone()?)).slice([own]);
+            let gradient = flat(parts.gradients[position].take()?);
+            let updated = update(optimizer, lr.clone(), &parameters[position], value, gradient);
+            Some(handle(updated.into_dispatch()))
+        };
+        let mut updated = steps.update(&parts.exists, update)?;
+        *model = map_floats(model.clone(), |parameter| updated[parameters.position(parameter.id)?].take().map(opened));
+        Ok(())
+    }
+
+    /// Whether gradients are parts of this model, cut in this way: those of another optimizer for it.
+    fn is_of_same_sharding(&self, parts: &Parts) -> bool {
+        let (own, other) = (&self.of, &parts.of);
+        let ids = |of: &Sharded| of.parameters.iter().map(|parameter| parameter.id).collect::<Vec<_>>();
+        own.layout == other.layout && ids(own) == ids(other)
+    }
+}
+
+/// Returns a tensor of one dimension.
+fn flat(tensor: DispatchTensor) -> Tensor<1> {
+    let elements = tensor.shape().num_elements();
+    Tensor::from_dispatch(Dispatch::float_reshape(tensor, Shape::new([elements])))
+}
+
+fn check_optimizer(ddp: &DataParallel, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+    if !optimizer.to_record().is_empty() {
+        let reason = "the optimizer has state of whole parameters already; give a new one";
+        return Err(Error::argument(OPERATION, reason));
+    }
+    check_elementwise(OPERATION, optimizer, &ddp.replicas.parameters)
+}
+
+impl fmt::Debug for ShardedOptimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ShardedOptimizer").field("groups", self.replicas.steps.groups()).finish()
+    }
+}

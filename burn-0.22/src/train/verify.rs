@@ -1,0 +1,153 @@
+//! Comparing models and optimizers over the ranks, and averaging what differs between them.
+
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor, TensorMetadata};
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Tensor, TensorData};
+
+use super::data_parallel::DataParallel;
+use super::model::Parameters;
+use super::walk::{FloatParameter, map_floats, visit_floats};
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::parameters::{NOTHING, compare, digest};
+use bonfire_train::protocol::Problem;
+
+impl DataParallel {
+    /// Checks that the ranks have the same model and the same state of the optimizer, bit by bit. All ranks must call
+    /// this. Parameters that need no gradient are not compared: running statistics differ between ranks.
+    ///
+    /// Steps compare the models now and then. Call this after the last step, since no comparison follows it, and where
+    /// a difference must be found at once.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if anything differs: it names the first parameter that does, in the
+    /// model's order, and the ranks. The group remains usable. Otherwise the errors of [`Group::all_reduce`].
+    #[track_caller]
+    pub fn verify<M: Module>(&self, model: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+        let parameters = &self.replicas.parameters;
+        let states = state_digests(optimizer, parameters).map_err(|error| self.group().abandon(error))?;
+        self.compare_parameters("verify", model)?;
+        let steps = self.replicas.steps.count();
+        compare(self.group(), "verify", &states, steps, |place| match parameters.get(place) {
+            Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
+            None => "the optimizer's state".into(),
+        })
+    }
+
+    /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
+    /// depend on a rank's own samples only. Call it on all ranks before validating or saving.
+    ///
+    /// States are the float parameters that need no gradient. Each becomes the mean over the ranks, without weights.
+    /// One that is bit-identical on all ranks, such as a frozen weight, is not changed. The trained parameters must be
+    /// bit-identical. [`SyncBatchNorm`](crate::SyncBatchNorm) needs no such call: its statistics are the same on all
+    /// ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if trained parameters differ: it names the first one and the ranks.
+    /// Otherwise the errors of [`Group::all_reduce`], and [`Error::Io`] if a state cannot be read from its device. The
+    /// model is lost then: pass a clone if you need it.
+    #[track_caller]
+    pub fn average_states<M: Module>(&self, model: M) -> Result<M, Error> {
+        self.compare_parameters("average_states", &model)?;
+        average(self.group(), model)
+    }
+
+    /// Checks that the model has the parameters of the start, and that they are bit-identical on all ranks if they are
+    /// trained. Otherwise fails on all ranks with the same error.
+    #[track_caller]
+    fn compare_parameters<M: Module>(&self, operation: &str, model: &M) -> Result<(), Error> {
+        let parameters = &self.replicas.parameters;
+        let own = parameters.in_model(model);
+        self.replicas.unused.end();
+        let digests = own.digests().map_err(|error| self.group().abandon(error))?;
+        let path = |position: usize| format!("`{}`", parameters[position].path);
+        compare(self.group(), operation, &digests, self.replicas.steps.count(), path)?;
+        match own.header(parameters).problem {
+            Some(Problem::Changed(position)) => {
+                let path = path(position);
+                let reason = format!("the model does not have {path} as it was at the start; pass the one in training");
+                Err(Error::argument(operation, reason))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Returns the digests of the optimizer's state: for each parameter, and of the state that is for none of them. burn's
+/// records name fields by the ids of parameters, which differ between ranks.
+fn state_digests(optimizer: &ModuleOptimizer, parameters: &Parameters) -> Result<Vec<u64>, Error> {
+    const OPERATION: &str = "recording an optimizer's state";
+    let failed = |error| Error::io(OPERATION, error);
+    let bytes = optimizer.into_bytes().map_err(|error| Error::io(OPERATION, error))?;
+    let reader = burn_pack::Reader::from_bytes(bytes).map_err(failed)?;
+    let mut digests = vec![NOTHING; parameters.len() + 1];
+    let mut add = |name: &str, contents: &[u8]| {
+        let (id, field) = name.split_once('.').unwrap_or(("", name));
+        let place = id.parse::<u64>().ok().and_then(|id| parameters.position(id.into()));
+        let digest = digest(&[field.as_bytes(), contents].concat());
+        let all = &mut digests[place.unwrap_or(parameters.len())];
+        *all = all.wrapping_add(digest);
+    };
+    reader.scalars().iter().for_each(|(name, value)| add(name, format!("{value:?}").as_bytes()));
+    for tensor in reader.into_tensors().map_err(failed)? {
+        let (name, _, _, _, bytes) = tensor.into_parts().map_err(failed)?;
+        add(&name, &bytes);
+    }
+    Ok(digests)
+}
+
+/// Replaces every float parameter that needs no gradient and differs between ranks by the mean over all ranks.
+#[track_caller]
+fn average<M: Module>(group: &Group, model: M) -> Result<M, Error> {
+    // A running state's last update is pending until the next one. `valid` writes it to the value, in `model` too.
+    drop(model.valid());
+    let data = |value: DispatchTensor| {
+        let data = Tensor::<1>::from_dispatch(Dispatch::inner(value)).try_into_data();
+        data.map_err(|error| Error::io("reading a state", error))
+    };
+    // By state, in visiting order. f64 represents all float types exactly, so the comparison is exact, and the mean is
+    // exact up to rounding.
+    let (mut lens, mut values, mut failure) = (Vec::new(), Vec::new(), None);
+    visit_floats(&model, |FloatParameter { value, trained, .. }| {
+        if !trained {
+            match data(value) {
+                Ok(data) => {
+                    lens.push(data.num_elements());
+                    values.extend(data.iter::<f64>());
+                }
+                Err(error) => drop(failure.get_or_insert(error)),
+            }
+        }
+    });
+    if let Some(error) = failure {
+        return Err(group.abandon(error));
+    }
+
+    let mut first = values.clone();
+    group.broadcast(&mut first, 0)?;
+    let mut start = 0;
+    let differs = lens.iter().map(|len| {
+        let bits = |values: &[f64]| values[start..start + len].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let differs = bits(&values) != bits(&first);
+        start += len;
+        u8::from(differs)
+    });
+    let mut differs: Vec<u8> = differs.collect();
+    group.all_reduce(&mut differs, ReduceOp::Max)?;
+    group.all_reduce(&mut values, ReduceOp::Mean)?;
+
+    let (mut states, mut rest) = (differs.into_iter().zip(lens), &values[..]);
+    Ok(map_floats(model, |parameter| {
+        if parameter.trained {
+            return None;
+        }
+        let (differs, len) = states.next()?;
+        let (means, after) = rest.split_at(len);
+        rest = after;
+        let (dtype, device) = (parameter.value.dtype(), Dispatch::inner(parameter.value.clone()).device());
+        let data = TensorData::new(means.to_vec(), parameter.value.shape()).convert_dtype(dtype);
+        (differs == 1).then(|| Dispatch::float_from_data(data, &device))
+    }))
+}
