@@ -64,7 +64,12 @@ struct Ladder {
 
 /// The operations of this module, which burn's dispatch calls on the backend of a tensor.
 #[doc(hidden)]
-#[backend_extension(Flex: cfg(feature = "flex"), NdArray: cfg(feature = "ndarray"), Cube: cfg(feature = "wgpu"), Autodiff)]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "wgpu"),
+    Autodiff
+)]
 pub trait HookOps: Backend {
     /// Returns `tensor`, whose gradient goes to `receiver` and no further.
     fn hook(

@@ -33,7 +33,12 @@ pub struct Sum {
 
 /// The operation of this module, which burn's dispatch calls on the backend of a tensor.
 #[doc(hidden)]
-#[backend_extension(Flex: cfg(feature = "flex"), NdArray: cfg(feature = "ndarray"), Cube: cfg(feature = "wgpu"), Autodiff)]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "wgpu"),
+    Autodiff
+)]
 pub trait SumOps: Backend {
     /// Returns the sum over the ranks of a group.
     fn sum_over_ranks(tensor: FloatTensor<Self>, sum: Sum) -> FloatTensor<Self> {
