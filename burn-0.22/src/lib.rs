@@ -5,12 +5,13 @@
 //! | start ranks, as threads or as processes | [`launch()`], [`Group::from_env`] |
 //! | train a model on several ranks | [`DataParallel`] |
 //! | shard the state of the optimizer (ZeRO-1) | [`ShardedOptimizer`] |
+//! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`FullyShardedParallel`] |
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
 //! | exchange numbers | [`Group`] |
 //!
-//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: sharded
-//! models, checkpoints, operations on tensors, and collective devices.
+//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: checkpoints,
+//! operations on tensors, and collective devices.
 //!
 //! # Features
 //! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Gradients go through host memory on all of them.
@@ -28,5 +29,6 @@ pub use bonfire_core::{
 #[cfg(unix)]
 pub use bonfire_core::{Secret, TransportKind, yscv};
 pub use train::{
-    DataParallel, DeviceMesh, Parts, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig,
+    DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
+    SyncBatchNorm, SyncBatchNormConfig,
 };

@@ -19,6 +19,7 @@
 //! so far. So one parent of all hooks of a pass is one leaf, the anchor, and they are in one graph from the start.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -30,14 +31,16 @@ use burn::backend::Flex;
 use burn::backend::NdArray;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::{CheckpointStrategy, NoCheckpointing};
+use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
+use burn::backend::autodiff::checkpoint::state::BackwardStates;
+use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    Autodiff, Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchKindConversion,
-    DispatchTensor, TensorMetadata, backend_extension,
+    Autodiff, AutodiffBackend, Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice,
+    DispatchKindConversion, DispatchTensor, TensorMetadata, backend_extension,
 };
 use burn::tensor::{FloatDType, Shape};
 
@@ -46,6 +49,9 @@ use bonfire_core::internal::lock;
 /// Gets a gradient, without autodiff. It runs on the thread of the backward pass, while burn-autodiff holds the lock of
 /// the graph, so it must neither wait nor panic.
 pub(crate) type GradientReceiver = Arc<dyn Fn(DispatchTensor) + Send + Sync>;
+
+/// Returns the value of a tensor that was not kept, without autodiff. It runs as a [`GradientReceiver`] does.
+pub(crate) type Recipe = Arc<dyn Fn() -> DispatchTensor + Send + Sync>;
 
 /// Nodes between two rungs that are kept: a hook is too deep by less than this, which changes no order of layers.
 const STEP: u64 = 4;
@@ -82,6 +88,13 @@ pub trait HookOps: Backend {
         tensor
     }
 
+    /// Returns `value` in the place of `tensor`, which gets its gradient. If a backward step needs the value, it is
+    /// what the recipe returns then; without one it is kept.
+    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<Self>, again: Again) -> FloatTensor<Self> {
+        let _ = (tensor, again);
+        value
+    }
+
     /// Returns `tensor`, one deeper.
     fn rung(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
         tensor
@@ -116,6 +129,21 @@ where
         }
     }
 
+    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<Self>, again: Again) -> FloatTensor<Self> {
+        // The strategy that keeps recipes: it is a type of the operation, not of the graph.
+        let prepared = WithValue.prepare::<BalancedCheckpointing>([tensor.node()]);
+        let prepared = match again.0 {
+            Some(recipe) => prepared.memory_bound().retro_forward(Repeat::<B>(recipe, PhantomData)).parents([&tensor]),
+            // Declared compute bound, so that no checkpointing strategy runs anything again.
+            None => prepared.compute_bound(),
+        };
+        let value = value.into_primitive();
+        match prepared.stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish((), value),
+            OpsKind::UnTracked(prepared) => prepared.finish(value),
+        }
+    }
+
     fn rung(tensor: FloatTensor<Self>) -> FloatTensor<Self> {
         let (primitive, node) = tensor.into_parts();
         Rung.prepare::<NoCheckpointing>([node]).compute_bound().stateless(primitive)
@@ -135,6 +163,49 @@ where
     fn backward(self, ops: Ops<Receiver, 3>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = BackendTensor::Float(gradients.consume::<B>(&ops.node));
         (ops.state.0)(<DispatchTensor as DispatchKindConversion<B>>::from_backend(gradient));
+    }
+}
+
+/// The backward step of a tensor with another value: the gradient goes on.
+#[derive(Debug)]
+struct WithValue;
+
+impl<B: Backend> Backward<B, 1> for WithValue {
+    type State = ();
+
+    fn backward(self, ops: Ops<(), 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, gradients, |gradient| gradient);
+    }
+}
+
+/// The recipe of a value, if it is not kept.
+#[doc(hidden)]
+#[derive(Clone)]
+pub struct Again(Option<Recipe>);
+
+impl fmt::Debug for Again {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Again")
+    }
+}
+
+/// Runs a recipe.
+struct Repeat<B>(Recipe, PhantomData<fn() -> B>);
+
+impl<B: Backend> RetroForward for Repeat<B>
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    fn forward(&self, states: &mut BackwardStates, node: NodeId) {
+        if let Ok(value) = <DispatchTensor as DispatchKindConversion<B>>::try_into_backend((self.0)()) {
+            states.save(node, value.float());
+        }
+    }
+}
+
+impl<B> fmt::Debug for Repeat<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Repeat")
     }
 }
 
@@ -213,4 +284,13 @@ pub(crate) fn hook(tensor: DispatchTensor, start: &PassStart, receiver: Gradient
     });
     let rung = rung(&tensor, time().saturating_sub(start.nodes));
     <Dispatch as HookOps>::hook(tensor, anchor.clone(), rung, Receiver(receiver))
+}
+
+/// Returns `value`, which has no autodiff, in the place of a tensor with a hook: a parameter of which a rank has a
+/// part, and its whole. A recipe makes the value again if a step of the backward pass needs it; without one it is kept.
+pub(crate) fn with_value(tensor: DispatchTensor, value: DispatchTensor, recipe: Option<Recipe>) -> DispatchTensor {
+    let context = tensor.autodiff;
+    let mut value = Dispatch::from_inner(value);
+    value.autodiff = context;
+    <Dispatch as HookOps>::with_value(tensor, value, Again(recipe))
 }

@@ -154,7 +154,9 @@ impl SyncBatchNorm {
         let count = input.shape().num_elements() / features;
         // The mean of an empty shard is 0, not NaN: a NaN would survive its weight of 0. It remains part of the graph,
         // because this rank must take part in the backward pass too.
-        let mean = |elements: Tensor<2>| if count == 0 { elements.sum_dim(1) } else { elements.mean_dim(1) };
+        let mean = |elements: Tensor<2>| {
+            if count == 0 { elements.sum_dim(1) } else { elements.mean_dim(1) }
+        };
         let channels = input.swap_dims(0, 1).reshape([features, count]);
         let own_mean = mean(channels.clone());
         let own_var = mean(channels.sub(own_mean.clone()).square());

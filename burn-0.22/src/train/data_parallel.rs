@@ -8,8 +8,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::adapter::BurnTensors;
-use super::model::{Parameters, broadcast_parameters, check_model};
-use super::pass::{Fault, LastPass, Pass, means};
+use super::model::{Parameters, broadcast_parameters, check_autodiff, check_untied};
+use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use bonfire_core::internal::process_number;
 use bonfire_core::{Error, Group};
@@ -85,7 +85,8 @@ impl DataParallel {
     pub fn new<M: Module>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         let group = mesh.into().replicas(OPERATION)?;
         check_same_model(&group, OPERATION, &Parameters::of(&model).0)?;
-        all_or_none(&group, check_model(OPERATION, &model))?;
+        let checked = check_autodiff(OPERATION, &model).and_then(|()| check_untied(OPERATION, &model));
+        all_or_none(&group, checked)?;
         let model = broadcast_parameters(&group, model, 0)?;
         let parameters = Parameters::of(&model).1;
         let unused = Arc::new(Unused::new(&group));

@@ -6,14 +6,14 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::vec::IntoIter;
 
-use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor};
+use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor, TensorMetadata};
 use burn::module::{Module, Param, ParamId, Parameter as Value};
 use burn::optim::GradientsParams;
 use burn::tensor::{GradientCheckpointingStrategy, Shape, Tensor, TensorData};
 
 use super::adapter::opened;
-use super::walk::{Kind, Map, Visit, map, visit, visit_floats};
-use crate::tensor::host::{TensorSpec, align, float, is_like};
+use super::walk::{Kind, Map, Place, Visit, map, visit, visit_floats};
+use crate::tensor::host::{TensorSpec, align, float};
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
 use bonfire_train::parameters::{self, Description, NOTHING, digest};
@@ -30,6 +30,8 @@ pub(super) struct Parameter {
     pub spec: TensorSpec,
     /// Whether it needed a gradient at the start.
     pub trained: bool,
+    /// The block that contains it: see [`ShardedBlock`](super::ShardedBlock).
+    pub block: usize,
     gradient: GradientOf,
 }
 
@@ -84,7 +86,16 @@ impl FromIterator<Parameter> for Parameters {
 impl Parameters {
     /// Returns the descriptions of all parameters of a model, of every kind, and those of floats.
     pub fn of<M: Module>(model: &M) -> (Vec<Description>, Parameters) {
-        let Collector { described, floats } = describe(model);
+        let Collector { described, floats, .. } = describe(model);
+        (described, floats.into_iter().collect())
+    }
+
+    /// As [`of`](Self::of), with descriptions that tell the blocks.
+    pub fn in_blocks<M: Module>(model: &M) -> (Vec<Description>, Parameters) {
+        let Collector { mut described, floats, blocks } = describe(model);
+        for (description, block) in described.iter_mut().zip(blocks).filter(|(_, block)| *block > 0) {
+            description.what += &format!(" in block {block}");
+        }
         (described, floats.into_iter().collect())
     }
 
@@ -107,8 +118,8 @@ impl Parameters {
         self.iter().map(|parameter| parameter.trained).collect()
     }
 
-    /// Returns a rank's tensors of these parameters in a model.
-    pub fn in_model<M: Module>(&self, model: &M) -> InModel {
+    /// Returns a rank's tensors of these parameters in a model. `shape` returns that of the one at a position.
+    pub fn in_model<'s, M: Module>(&self, model: &M, shape: impl Fn(usize) -> &'s [usize]) -> InModel {
         let count = self.len();
         let mut found =
             InModel { values: vec![None; count], trained: vec![false; count], unknown: Vec::new(), twice: None };
@@ -123,8 +134,9 @@ impl Parameters {
             }
             found.trained[position] |= parameter.trained;
             if !replace(&mut seen[position], true) {
-                let Parameter { shape, spec, .. } = &self[position];
-                found.values[position] = is_like(&parameter.value, shape, spec.dtype).then_some(parameter.value);
+                let fits = parameter.value.shape().as_slice() == shape(position)
+                    && parameter.value.dtype() == self[position].spec.dtype;
+                found.values[position] = fits.then_some(parameter.value);
             }
         });
         found
@@ -165,15 +177,17 @@ pub(super) struct InModel {
 }
 
 impl InModel {
-    /// Returns the header of a step with this model.
-    pub fn header(&self, parameters: &Parameters) -> Header {
+    /// Returns the header of a step with this model. If parameters are sharded, it may have one twice, and needs those
+    /// that are frozen.
+    pub fn header(&self, parameters: &Parameters, sharded: bool) -> Header {
         let lacks = |position: &usize| {
-            (self.trained[*position] || parameters[*position].trained) && self.values[*position].is_none()
+            let counts = sharded || self.trained[*position] || parameters[*position].trained;
+            counts && self.values[*position].is_none()
         };
         let mut header = Header::new(self.trained.clone());
         header.problem = (0..self.values.len()).find(lacks).map(Problem::Changed);
         header.problem = header.problem.or((!self.unknown.is_empty()).then_some(Problem::Unknown));
-        header.problem = header.problem.or(self.twice.map(Problem::Duplicate));
+        header.problem = header.problem.or(self.twice.filter(|_| !sharded).map(Problem::Duplicate));
         header
     }
 
@@ -192,20 +206,24 @@ impl InModel {
     }
 }
 
-/// Fails if the model has a parameter that needs a gradient twice, under one id: burn's optimizers update only one. And
-/// if none of its parameters is on a device with autodiff.
-pub(super) fn check_model<M: Module>(operation: &str, model: &M) -> Result<(), Error> {
+/// Fails if a parameter is on a device without autodiff.
+pub(super) fn check_autodiff<M: Module>(operation: &str, model: &M) -> Result<(), Error> {
     if !model.devices().iter().all(|device| device.is_autodiff()) {
         let reason = "the model is on a device without autodiff, where nothing is trained; make it on \
                       `device.autodiff()`";
         return Err(Error::argument(operation, reason));
     }
+    Ok(())
+}
+
+/// Fails if the model has a parameter that needs a gradient twice, under one id: burn's optimizers update only one.
+pub(super) fn check_untied<M: Module>(operation: &str, model: &M) -> Result<(), Error> {
     let floats = describe(model).floats;
     for (i, one) in floats.iter().enumerate() {
         if let Some(other) = floats[..i].iter().find(|other| other.id == one.id && (other.trained || one.trained)) {
             let reason = format!(
                 "`{}` and `{}` are one parameter, and a burn optimizer updates only one of them; give each its own \
-                 parameters, or use one module twice",
+                 parameters, use one module twice, or train with `FullyShardedParallel`, which keeps them tied",
                 other.path, one.path
             );
             return Err(Error::argument(operation, reason));
@@ -215,21 +233,22 @@ pub(super) fn check_model<M: Module>(operation: &str, model: &M) -> Result<(), E
 }
 
 fn describe<M: Module>(model: &M) -> Collector {
-    visit(model, Collector { described: Vec::new(), floats: Vec::new() })
+    visit(model, Collector { described: Vec::new(), blocks: Vec::new(), floats: Vec::new() })
 }
 
 /// Describes parameters, in visiting order.
 struct Collector {
     described: Vec<Description>,
+    blocks: Vec<usize>,
     floats: Vec<Parameter>,
 }
 
 impl Visit for Collector {
-    fn parameter<const D: usize, K: Kind>(&mut self, path: &[String], param: &Param<Tensor<D, K>>)
+    fn parameter<const D: usize, K: Kind>(&mut self, place: &Place, param: &Param<Tensor<D, K>>)
     where
         Tensor<D, K>: Value,
     {
-        let (path, value) = (path.join("."), param.val());
+        let (path, value, block) = (place.path(), param.val(), place.blocks.block());
         let trained = Value::is_require_grad(&value);
         let (dtype, shape) = (value.dtype(), value.shape());
         let mut kind = K::NAME.to_owned();
@@ -237,10 +256,11 @@ impl Visit for Collector {
             kind.insert_str(0, if trained { "trained " } else { "untrained " });
             let spec = TensorSpec { device: value.device().inner().as_dispatch().clone(), dtype, carrier };
             let (path, shape, gradient) = (path.clone(), shape.clone(), GradientOf::rank::<D>());
-            self.floats.push(Parameter { id: param.id, path, shape, spec, trained, gradient });
+            self.floats.push(Parameter { id: param.id, path, shape, spec, trained, block, gradient });
         }
         let dtype = format!("{dtype:?}").to_lowercase();
         self.described.push(Description { path, what: format!("{kind} {dtype} {:?}", shape.as_slice()) });
+        self.blocks.push(block);
     }
 }
 
@@ -261,7 +281,7 @@ pub(super) fn broadcast_parameters<M: Module>(group: &Group, model: M, root: usi
 struct Strategies(Vec<Option<GradientCheckpointingStrategy>>);
 
 impl Visit for Strategies {
-    fn parameter<const D: usize, K: Kind>(&mut self, _: &[String], param: &Param<Tensor<D, K>>)
+    fn parameter<const D: usize, K: Kind>(&mut self, _: &Place, param: &Param<Tensor<D, K>>)
     where
         Tensor<D, K>: Value,
     {

@@ -1,19 +1,22 @@
 //! Gradients of which each rank has a part.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::grad_clipping::GradientClipping;
 use burn::module::ParamId;
-use burn::optim::ModuleOptimizer;
+use burn::optim::{GradientsParams, ModuleOptimizer};
 
 use super::adapter::{handle, opened, scaled};
 use super::model::Parameters;
+use super::slices::check_elementwise;
 use bonfire_core::Error;
+use bonfire_core::internal::lock;
 use bonfire_train::agree::all_gather_values;
 use bonfire_train::lane::{Tensors, sums_of_squares};
-use bonfire_train::shards::Layout;
+use bonfire_train::shards::{Cut, Layout};
 use bonfire_train::step::{Groups, Means};
 
 /// The mean gradients of a step, of which this rank has parts: what a step of a sharded training returns. All ranks
@@ -36,6 +39,8 @@ pub(super) struct Sharded {
     pub parameters: Parameters,
     pub tensors: Arc<dyn Tensors>,
     pub layout: Arc<Layout>,
+    /// The optimizers that were tried, by their places in memory, and for which parameters.
+    pub tried: Mutex<HashSet<(usize, usize)>>,
 }
 
 impl Parts {
@@ -105,6 +110,35 @@ impl Parts {
             Parts { gradients: one, exists: exists(true), of: of.clone() },
             Parts { gradients: other, exists: exists(false), of: of.clone() },
         )
+    }
+
+    /// Returns the gradients for a step of this optimizer on a model of parts, that of a
+    /// [`FullyShardedParallel`](crate::FullyShardedParallel). If the optimizer clips by norm, they are clipped by the
+    /// norms of whole gradients.
+    ///
+    /// The first call for an optimizer tries it, in the place of each parameter. An optimizer is known by its place in
+    /// memory: another one that takes this place later is not tried.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks for an optimizer that mixes the elements of a parameter, such as `Muon`,
+    /// and for parts of a sharded optimizer. Otherwise those of [`clip_norm`](Self::clip_norm).
+    #[track_caller]
+    pub fn for_optimizer(self, optimizer: &ModuleOptimizer) -> Result<GradientsParams, Error> {
+        if self.of.layout.cut == Cut::Slices {
+            let reason = "the gradients are parts for a sharded optimizer; pass them to its `step`";
+            return Err(Error::argument("for_optimizer", reason));
+        }
+        // All ranks have tried the same ones.
+        for position in (0..self.exists.len()).filter(|position| self.exists[*position]) {
+            let key = (std::ptr::from_ref(optimizer).addr(), position);
+            if !lock(&self.of.tried).contains(&key) {
+                check_elementwise("for_optimizer", optimizer, &self.of.parameters[position])?;
+                lock(&self.of.tried).insert(key);
+            }
+        }
+        let Parts { gradients, exists, of } = self.clipped_for(optimizer)?;
+        let gradients = gradients.into_iter().map(|part| part.map(handle)).collect();
+        Ok(of.parameters.means(Means { gradients, exists }))
     }
 
     /// Clips by norm as the optimizer is set to. Then its own clipping, by the norm of a part, changes nothing.

@@ -1,8 +1,10 @@
 //! Passes, as programs see them: the models that they run, and their ends.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use burn::backend::DispatchTensor;
+use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
@@ -12,7 +14,7 @@ use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::protocol::{Problem, Refusal};
-use bonfire_train::step::layers::{Layers, Weight};
+use bonfire_train::step::layers::{Layers, Weight, attempt};
 use bonfire_train::step::{self, Means, Outcome};
 
 /// What the program's own code returns if it fails in a pass: any error.
@@ -135,17 +137,32 @@ pub(super) fn means(outcome: Option<Outcome>) -> Result<Means, Error> {
 /// hook. burn-autodiff may free a leaf while another thread's backward pass ends, so both live until that of the pass
 /// has returned.
 #[derive(Default)]
-pub(super) struct Node(Mutex<Option<[DispatchTensor; 2]>>);
+pub(super) struct Node {
+    /// The last one is in use.
+    made: Mutex<Vec<[DispatchTensor; 2]>>,
+    /// Whether a backward pass has used up the last one.
+    used_up: AtomicBool,
+}
 
 impl Node {
-    /// Returns the leaf with a hook, which is made unless there is one.
+    /// Returns the leaf with a hook, which is made unless there is one that is not used up.
     pub fn hooked(&self, make: impl FnOnce() -> [DispatchTensor; 2]) -> DispatchTensor {
-        lock(&self.0).get_or_insert_with(make)[1].clone()
+        let mut made = lock(&self.made);
+        // Relaxed: a program that uses a model on two threads orders them.
+        if made.is_empty() || self.used_up.swap(false, Ordering::Relaxed) {
+            made.push(make());
+        }
+        made.last().map(|[_, hooked]| hooked.clone()).unwrap_or_else(|| unreachable!("one was just made"))
+    }
+
+    /// Says that a backward pass has used up the node.
+    pub fn use_up(&self) {
+        self.used_up.store(true, Ordering::Relaxed);
     }
 
     /// Whether `gradients` has one that no hook has received. A hook runs once, so a second backward pass has left it.
     fn is_left_in(&self, gradients: &mut Gradients) -> bool {
-        lock(&self.0).as_ref().is_some_and(|[_, hooked]| removed(hooked, gradients).is_some())
+        lock(&self.made).iter().any(|[_, hooked]| removed(hooked, gradients).is_some())
     }
 }
 
@@ -207,5 +224,39 @@ impl<M> Open<M> {
         let outcome = engine.finish(direct, problem)?;
         barrier.filter(|_| layers.communicate()).map_or(Ok(()), |group| group.barrier())?;
         Ok(outcome)
+    }
+}
+
+/// A form of training, for what all forms have in common.
+pub(super) trait Form {
+    /// Begins a pass, whose weight is not known.
+    fn begin<M: Module>(&self, model: &M, is_last: bool) -> Result<Open<M>, Error>;
+
+    /// Makes a step, or what is left of it, without a pass of this rank.
+    fn skip<M: Module>(&self, model: &M) -> Result<Outcome, Error>;
+
+    /// Makes a step with a pass for each batch. `loss` returns the loss and what it is a mean over. A collective of the
+    /// model that fails is an error here.
+    fn run<M: Module, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        mut loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+    ) -> Result<Means, Error> {
+        let mut batches = batches.into_iter().peekable();
+        while let Some(batch) = batches.next() {
+            let open = self.begin(model, batches.peek().is_none())?;
+            let outcome = match attempt(|| loss(&open.model, batch))? {
+                Ok((loss, weight)) => open.weigh(weight as f64)?.finish(&mut attempt(|| loss.backward())?)?,
+                Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
+                    None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,
+                    outcome => outcome,
+                },
+            };
+            if outcome.is_some() {
+                return means(outcome);
+            }
+        }
+        self.skip(model).and_then(|outcome| means(Some(outcome)))
     }
 }

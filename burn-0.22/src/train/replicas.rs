@@ -7,19 +7,18 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, TensorMetadata};
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
 
 use super::adapter::handle;
 use super::batch_norm;
 use super::model::{InModel, Parameters};
-use super::pass::{Fault, Nodes, Open, means};
+use super::pass::{Form, Nodes, Open};
 use super::walk::{Lazy, map_lazily};
 use crate::tensor::hook::{PassStart, hook};
 use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_train::protocol::{Header, Problem};
-use bonfire_train::step::layers::{Layers, Weight, attempt};
-use bonfire_train::step::{Gradients, Means, Outcome, Pass, Receiver, Steps, Unused};
+use bonfire_train::step::layers::{Layers, Weight};
+use bonfire_train::step::{Gradients, Outcome, Pass, Receiver, Steps, Unused};
 
 /// Trains a model that is whole on every rank.
 #[derive(Clone)]
@@ -34,10 +33,15 @@ pub(super) struct Replicas {
 }
 
 impl Replicas {
+    /// Returns this rank's parameters in a model.
+    pub fn in_model<M: Module>(&self, model: &M) -> InModel {
+        self.parameters.in_model(model, |position| self.parameters[position].shape.as_slice())
+    }
+
     /// Returns the header of a step with what a model has.
     fn header(&self, own: &InModel) -> Result<Header, Error> {
         self.unused.end();
-        let mut header = own.header(&self.parameters);
+        let mut header = own.header(&self.parameters, false);
         if self.steps.comparison_is_due(&header.trained) {
             header.digests = Some(own.digests().map_err(|error| self.steps.groups().main.abandon(error))?);
         }
@@ -53,59 +57,11 @@ impl Replicas {
         gradients: GradientsParams,
         weight: usize,
     ) -> Result<Outcome, Error> {
-        let header = self.header(&self.parameters.in_model(model))?;
+        let header = self.header(&self.in_model(model))?;
         let (gradients, others) = self.parameters.take(gradients);
         let problem = (others && weight > 0).then_some(Problem::Unknown);
         let gradients = gradients.into_iter().map(|(position, tensor)| (position, handle(tensor))).collect();
         self.steps.sync(operation, header, Gradients { gradients, weight: weight as f64, problem })
-    }
-
-    /// Begins a pass, whose weight is not known.
-    #[track_caller]
-    pub fn begin<M: Module>(&self, model: &M, is_last: bool) -> Result<Open<M>, Error> {
-        let own = self.parameters.in_model(model);
-        let header = if is_last { Some(self.header(&own)?) } else { None };
-        let pass = self.steps.pass(header)?;
-        let (weight, layers) = (Weight::default(), Layers::new(&self.communicate));
-        let (model, nodes) = self.observed(model, &pass.receiver(), &weight);
-        // A layer that waits for other ranks in a backward pass holds locks of burn-autodiff, which a rank on another
-        // thread needs at the end of its own. So no rank begins a backward pass before all have ended the last one.
-        let barrier = (self.has_threads && !is_last).then(|| self.steps.groups().main.clone());
-        let parameters = self.parameters.clone();
-        Ok(Open { model, engine: Box::new(pass), nodes, own, parameters, weight, layers, barrier })
-    }
-
-    /// Makes a step, or what is left of it, without a pass of this rank.
-    #[track_caller]
-    pub fn skip<M: Module>(&self, model: &M) -> Result<Outcome, Error> {
-        let pass = Box::new(self.steps.pass(Some(self.header(&self.parameters.in_model(model))?))?);
-        pass.set_weight(0.0)?;
-        pass.finish(Vec::new(), None)?.ok_or_else(|| Error::broken("skip", "a last pass has no outcome"))
-    }
-
-    /// Makes a step with a pass for each batch. `loss` returns the loss and what it is a mean over.
-    #[track_caller]
-    pub fn run<M: Module, T>(
-        &self,
-        model: &M,
-        batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
-    ) -> Result<Means, Error> {
-        let mut batches = batches.into_iter().peekable();
-        while let Some(batch) = batches.next() {
-            let open = self.begin(model, batches.peek().is_none())?;
-            let outcome = match attempt(|| loss(&open.model, batch))? {
-                Ok((loss, weight)) => open.weigh(weight as f64)?.finish(&mut attempt(|| loss.backward())?)?,
-                Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
-                    None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,
-                    outcome => outcome,
-                },
-            };
-            if outcome.is_some() {
-                return means(outcome);
-            }
-        }
-        self.skip(model).and_then(|outcome| means(Some(outcome)))
     }
 
     /// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own
@@ -133,5 +89,28 @@ impl Replicas {
             Some(Lazy { shape, value: Arc::new(move || node.hooked(&of_first_use)) })
         });
         (model, nodes)
+    }
+}
+
+impl Form for Replicas {
+    #[track_caller]
+    fn begin<M: Module>(&self, model: &M, is_last: bool) -> Result<Open<M>, Error> {
+        let own = self.in_model(model);
+        let header = if is_last { Some(self.header(&own)?) } else { None };
+        let pass = self.steps.pass(header)?;
+        let (weight, layers) = (Weight::default(), Layers::new(&self.communicate));
+        let (model, nodes) = self.observed(model, &pass.receiver(), &weight);
+        // A layer that waits for other ranks in a backward pass holds locks of burn-autodiff, which a rank on another
+        // thread needs at the end of its own. So no rank begins a backward pass before all have ended the last one.
+        let barrier = (self.has_threads && !is_last).then(|| self.steps.groups().main.clone());
+        let parameters = self.parameters.clone();
+        Ok(Open { model, engine: Box::new(pass), nodes, own, parameters, weight, layers, barrier })
+    }
+
+    #[track_caller]
+    fn skip<M: Module>(&self, model: &M) -> Result<Outcome, Error> {
+        let pass = Box::new(self.steps.pass(Some(self.header(&self.in_model(model))?))?);
+        pass.set_weight(0.0)?;
+        pass.finish(Vec::new(), None)?.ok_or_else(|| Error::broken("skip", "a last pass has no outcome"))
     }
 }

@@ -18,7 +18,7 @@ use burn::tensor::{Shape, Tensor};
 use super::adapter::{handle, opened};
 use super::data_parallel::DataParallel;
 use super::parts::{Parts, Sharded};
-use super::pass::{Fault, LastPass, Pass, means};
+use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use super::slices::{check_elementwise, update};
 use super::walk::map_floats;
@@ -111,7 +111,8 @@ impl ShardedOptimizer {
         groups.main = own.clone();
         let (tensors, of_all) = (steps.tensors().clone(), steps.parameters().clone());
         let steps = Steps::new(groups.clone(), of_all, tensors.clone(), Cut::Slices, false).beside(steps);
-        let of = Sharded { groups, parameters: parameters.clone(), tensors, layout: steps.layout().clone() };
+        let (layout, tried) = (steps.layout().clone(), Default::default());
+        let of = Sharded { groups, parameters: parameters.clone(), tensors, layout, tried };
         let replicas = Replicas { steps, ..ddp.replicas.clone() };
         Ok(ShardedOptimizer { replicas, of: Arc::new(of), optimizer })
     }
@@ -211,7 +212,7 @@ impl ShardedOptimizer {
     ) -> Result<(), Error> {
         let (lr, steps, parameters) = (lr.into(), &self.replicas.steps, &self.replicas.parameters);
         let is_own = Arc::ptr_eq(&parts.of.layout, steps.layout()) || self.is_of_same_sharding(&parts);
-        let values = parameters.in_model(model).values;
+        let values = self.replicas.in_model(model).values;
         let lacks = |position: &usize| parts.exists[*position] && values[*position].is_none();
         let problem = match is_own {
             false => Some(Problem::OtherParts),
@@ -251,7 +252,8 @@ fn check_optimizer(ddp: &DataParallel, optimizer: &ModuleOptimizer) -> Result<()
         let reason = "the optimizer has state of whole parameters already; give a new one";
         return Err(Error::argument(OPERATION, reason));
     }
-    check_elementwise(OPERATION, optimizer, &ddp.replicas.parameters)
+    let mut trained = ddp.replicas.parameters.iter().filter(|parameter| parameter.trained);
+    trained.try_for_each(|parameter| check_elementwise(OPERATION, optimizer, parameter))
 }
 
 impl fmt::Debug for ShardedOptimizer {

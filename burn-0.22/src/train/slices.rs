@@ -12,7 +12,7 @@ use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId}
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Device, Tensor};
 
-use super::model::{Parameter, Parameters};
+use super::model::Parameter;
 use bonfire_core::Error;
 
 /// Updates a part of a parameter. Neither has autodiff.
@@ -81,11 +81,11 @@ impl<const D: usize> Module for Slice<D> {
 }
 
 /// Fails unless the optimizer updates a part of a parameter as it updates the whole: it is tried on twelve numbers, in
-/// the place of each parameter that is trained.
+/// the place of this parameter.
 pub(super) fn check_elementwise(
     operation: &str,
     optimizer: &ModuleOptimizer,
-    parameters: &Parameters,
+    parameter: &Parameter,
 ) -> Result<(), Error> {
     let new = || {
         let new = optimizer.clone().load_record(OptimizerRecord::default());
@@ -95,33 +95,30 @@ pub(super) fn check_elementwise(
             None => new,
         }
     };
-    for parameter in parameters.iter().filter(|parameter| parameter.trained) {
-        let device = Device::new(parameter.spec.device.clone());
-        let wave = |factor: f32| {
-            let values: Vec<f32> = (0..12).map(|i| (factor * i as f32).sin()).collect();
-            Tensor::<1>::from_floats(&values[..], &device).reshape([4, 3])
-        };
-        let (values, gradients) = (wave(0.7), wave(1.3));
-        let updated = |rows: Range<usize>| {
-            let (mut optimizer, mut own) = (new(), values.clone().slice([rows.clone()]));
-            for _ in 0..2 {
-                let gradient = gradients.clone().slice([rows.clone()]);
-                own = update::<2>(&mut optimizer, 0.1.into(), parameter, own, gradient);
-            }
-            own
-        };
-        let difference = (Tensor::cat(vec![updated(0..1), updated(1..4)], 0) - updated(0..4)).abs().max();
-        let difference = difference.try_into_data().map_err(|e| Error::io("trying an optimizer on slices", e))?;
-        if !difference.iter::<f64>().all(|difference| difference < 1e-3) {
-            let reason = format!(
-                "the optimizer of `{}` updates an element by others of its parameter, as Muon, LAMB and clipping by \
-                 norm in a group do, and a rank has a part only; give these parameters one that treats each element by \
-                 itself, such as `AdamW` (`Parts::split`), or train them with `DataParallel`, where every rank updates \
-                 whole ones",
-                parameter.path
-            );
-            return Err(Error::argument(operation, reason));
+    let device = Device::new(parameter.spec.device.clone());
+    let wave = |factor: f32| {
+        let values: Vec<f32> = (0..12).map(|i| (factor * i as f32).sin()).collect();
+        Tensor::<1>::from_floats(&values[..], &device).reshape([4, 3])
+    };
+    let (values, gradients) = (wave(0.7), wave(1.3));
+    let updated = |rows: Range<usize>| {
+        let (mut optimizer, mut own) = (new(), values.clone().slice([rows.clone()]));
+        for _ in 0..2 {
+            let gradient = gradients.clone().slice([rows.clone()]);
+            own = update::<2>(&mut optimizer, 0.1.into(), parameter, own, gradient);
         }
+        own
+    };
+    let difference = (Tensor::cat(vec![updated(0..1), updated(1..4)], 0) - updated(0..4)).abs().max();
+    let difference = difference.try_into_data().map_err(|e| Error::io("trying an optimizer on slices", e))?;
+    if difference.iter::<f64>().all(|difference| difference < 1e-3) {
+        return Ok(());
     }
-    Ok(())
+    let reason = format!(
+        "the optimizer of `{}` updates an element by others of its parameter, as Muon, LAMB and clipping by norm in a \
+         group do, and a rank has a part only; give these parameters one that treats each element by itself, such as \
+         `AdamW` (`Parts::split`), or train them with `DataParallel`, where every rank updates whole ones",
+        parameter.path
+    );
+    Err(Error::argument(operation, reason))
 }

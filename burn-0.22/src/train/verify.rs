@@ -2,7 +2,7 @@
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor, TensorMetadata};
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Tensor, TensorData};
 
@@ -51,7 +51,7 @@ impl DataParallel {
     #[track_caller]
     pub fn average_states<M: Module>(&self, model: M) -> Result<M, Error> {
         self.compare_parameters("average_states", &model)?;
-        average(self.group(), model)
+        average(self.group(), model, |_| true)
     }
 
     /// Checks that the model has the parameters of the start, and that they are bit-identical on all ranks if they are
@@ -59,12 +59,12 @@ impl DataParallel {
     #[track_caller]
     fn compare_parameters<M: Module>(&self, operation: &str, model: &M) -> Result<(), Error> {
         let parameters = &self.replicas.parameters;
-        let own = parameters.in_model(model);
+        let own = self.replicas.in_model(model);
         self.replicas.unused.end();
         let digests = own.digests().map_err(|error| self.group().abandon(error))?;
         let path = |position: usize| format!("`{}`", parameters[position].path);
         compare(self.group(), operation, &digests, self.replicas.steps.count(), path)?;
-        match own.header(parameters).problem {
+        match own.header(parameters, true).problem {
             Some(Problem::Changed(position)) => {
                 let path = path(position);
                 let reason = format!("the model does not have {path} as it was at the start; pass the one in training");
@@ -99,10 +99,12 @@ fn state_digests(optimizer: &ModuleOptimizer, parameters: &Parameters) -> Result
 }
 
 /// Replaces every float parameter that needs no gradient and differs between ranks by the mean over all ranks.
+/// `is_whole` tells whether the ranks have the whole parameter: each may have a part.
 #[track_caller]
-fn average<M: Module>(group: &Group, model: M) -> Result<M, Error> {
+pub(super) fn average<M: Module>(group: &Group, model: M, is_whole: impl Fn(ParamId) -> bool) -> Result<M, Error> {
     // A running state's last update is pending until the next one. `valid` writes it to the value, in `model` too.
     drop(model.valid());
+    let is_state = |parameter: &FloatParameter| !parameter.trained && is_whole(parameter.id);
     let data = |value: DispatchTensor| {
         let data = Tensor::<1>::from_dispatch(Dispatch::inner(value)).try_into_data();
         data.map_err(|error| Error::io("reading a state", error))
@@ -110,9 +112,9 @@ fn average<M: Module>(group: &Group, model: M) -> Result<M, Error> {
     // By state, in visiting order. f64 represents all float types exactly, so the comparison is exact, and the mean is
     // exact up to rounding.
     let (mut lens, mut values, mut failure) = (Vec::new(), Vec::new(), None);
-    visit_floats(&model, |FloatParameter { value, trained, .. }| {
-        if !trained {
-            match data(value) {
+    visit_floats(&model, |parameter| {
+        if is_state(&parameter) {
+            match data(parameter.value) {
                 Ok(data) => {
                     lens.push(data.num_elements());
                     values.extend(data.iter::<f64>());
@@ -140,7 +142,7 @@ fn average<M: Module>(group: &Group, model: M) -> Result<M, Error> {
 
     let (mut states, mut rest) = (differs.into_iter().zip(lens), &values[..]);
     Ok(map_floats(model, |parameter| {
-        if parameter.trained {
+        if !is_state(&parameter) {
             return None;
         }
         let (differs, len) = states.next()?;

@@ -7,6 +7,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Paramete
 use burn::tensor::kind::Autodiff;
 use burn::tensor::{Bool, Float, Int, Shape, Tensor};
 
+use super::sharded_block::BlockPath;
 use crate::tensor::host::float;
 
 /// A kind of tensors.
@@ -27,10 +28,24 @@ impl Kind for Bool {
     const NAME: &str = "bool";
 }
 
-/// What is done with each parameter of a model. `path` has the names of the modules that contain it, outermost first,
-/// and its own.
+/// Where a parameter is in a model.
+#[derive(Default)]
+pub(super) struct Place {
+    /// The names of the modules that contain it, outermost first, and its own.
+    names: Vec<String>,
+    /// The [blocks](super::ShardedBlock) that contain it.
+    pub blocks: BlockPath,
+}
+
+impl Place {
+    pub fn path(&self) -> String {
+        self.names.join(".")
+    }
+}
+
+/// What is done with each parameter of a model.
 pub(super) trait Visit {
-    fn parameter<const D: usize, K: Kind>(&mut self, path: &[String], param: &Param<Tensor<D, K>>)
+    fn parameter<const D: usize, K: Kind>(&mut self, place: &Place, param: &Param<Tensor<D, K>>)
     where
         Tensor<D, K>: Parameter;
 }
@@ -44,7 +59,7 @@ pub(super) trait Map {
 
 /// Visits all parameters. Returns the visitor.
 pub(super) fn visit<M: Module, V: Visit>(model: &M, visitor: V) -> V {
-    let mut walk = Visitor(Vec::new(), visitor);
+    let mut walk = Visitor(Place::default(), visitor);
     model.visit(&mut walk);
     walk.1
 }
@@ -54,15 +69,16 @@ pub(super) fn map<M: Module>(model: M, map: &mut impl Map) -> M {
     model.map(&mut Mapper(map))
 }
 
-struct Visitor<V>(Vec<String>, V);
+struct Visitor<V>(Place, V);
 
 impl<V: Visit> ModuleVisitor for Visitor<V> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.0.push(name.into());
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.0.names.push(name.into());
+        self.0.blocks.enter(container);
     }
 
     fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.0.pop();
+        self.0.names.pop();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -125,7 +141,9 @@ struct Floats<F>(F);
 
 impl<F: FnMut(FloatParameter) -> Option<DispatchTensor>> ModuleMapper for Floats<F> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(value) = FloatParameter::of(&param).and_then(&mut self.0) else { return param };
+        let Some(value) = FloatParameter::of(&param).and_then(&mut self.0) else {
+            return param;
+        };
         param.map(|old| {
             let value = like(Tensor::from_dispatch(value).to_device(&old.device().inner()), &old);
             value.set_require_grad(old.is_require_grad())
@@ -173,9 +191,13 @@ impl<E: FnMut(&str), F: FnMut(FloatParameter) -> Option<Lazy>> ModuleMapper for 
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(parameter) = FloatParameter::of(&param) else { return param };
+        let Some(parameter) = FloatParameter::of(&param) else {
+            return param;
+        };
         let trained = parameter.trained;
-        let Some(Lazy { shape, value }) = (self.1)(parameter) else { return param };
+        let Some(Lazy { shape, value }) = (self.1)(parameter) else {
+            return param;
+        };
         let device = param.lazy_device();
         Param::uninitialized(param.id, move |_, _| Tensor::from_dispatch(value()), device, trained, shape)
     }

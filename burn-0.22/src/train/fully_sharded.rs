@@ -1,0 +1,360 @@
+//! Fully sharded data parallelism (ZeRO-3, and ZeRO-2 by option): every rank keeps a part of each parameter, of its
+//! gradient, and of its optimizer state.
+
+mod model;
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor};
+use burn::module::Module;
+use burn::tensor::Tensor;
+
+use self::model::{cut, eager, gathered_at_use, restored};
+use super::adapter::{BurnTensors, handle};
+use super::model::{InModel, Parameters, broadcast_parameters, check_autodiff};
+use super::parts::{Parts, Sharded};
+use super::pass::{Fault, Form, LastPass, Open, Pass};
+use super::verify::average;
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Error, Group};
+use bonfire_train::DeviceMesh;
+use bonfire_train::agree::all_or_none;
+pub use bonfire_train::gather::GatherCounts;
+use bonfire_train::gather::GatherSteps;
+use bonfire_train::lane::Tensor as Handle;
+use bonfire_train::parameters::check_same_model;
+use bonfire_train::protocol::{Header, Refusal};
+use bonfire_train::step::layers::{Layers, Weight};
+use bonfire_train::step::{Groups, Outcome};
+
+const OPERATION: &str = "full sharding";
+
+/// Trains a model of which every rank keeps a part (ZeRO-3, known as FSDP). Each rank has one.
+///
+/// Use it when model, gradients and optimizer state are too large for every rank. Of `n` ranks each keeps `1 / n` of
+/// every parameter: a part along its first dimension, padded with zeros where that does not divide. [`new`](Self::new)
+/// returns the model with these parts. burn's optimizers work on it as on any model, so their state has the size of the
+/// parts too. In a pass, the parameters of a [`ShardedBlock`](crate::ShardedBlock) are gathered as one operation when
+/// the forward pass comes to it, freed after it, and gathered again in the backward pass, while the block before
+/// computes. Its gradients leave as soon as they are complete, and each rank gets the mean of its part.
+///
+/// The passes are those of [`DataParallel`](crate::DataParallel), with these differences. They return [`Parts`]. One
+/// pass is open at a time, because what it gathers is. Each pass reduces its gradients, so a rank keeps parts of them
+/// only. Ranks run their passes together: the first of all ranks, then the second, and so on. A rank that runs fewer
+/// passes than others, or none ([`skip`](Self::skip)), takes part in the gathers of theirs.
+///
+/// ```
+/// use bonfire::{FullyShardedParallel, Group, ShardedBlock};
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamConfig;
+/// use burn::tensor::{Device, Tensor};
+///
+/// #[derive(Module, Debug)]
+/// struct Model {
+///     layers: Vec<ShardedBlock<Linear>>,
+///     head: Linear,
+/// }
+///
+/// impl Model {
+///     fn forward(&self, input: Tensor<2>) -> Tensor<2> {
+///         let hidden = self.layers.iter().fold(input, |x, layer| layer.run(|linear| linear.forward(x).tanh()));
+///         self.head.forward(hidden)
+///     }
+/// }
+///
+/// fn train(group: Group) -> Result<Model, bonfire::Error> {
+///     let device = Device::flex().autodiff();
+///     let linear = |outputs| LinearConfig::new(8, outputs).init(&device);
+///     let layers = (0..4).map(|_| ShardedBlock::new(linear(8))).collect();
+///     let (mut model, fsdp) = FullyShardedParallel::new(group, Model { layers, head: linear(1) })?;
+///     let mut optimizer = AdamConfig::new().init();
+///     for _ in 0..3 {
+///         let input = Tensor::<2>::ones([5, 8], &device); // this rank's samples
+///         let parts = fsdp.run(&model, [input], |model, input| (model.forward(input).mean(), 5))?.clip_norm(1.0)?;
+///         model = optimizer.step(1e-3, model, parts.for_optimizer(&optimizer)?);
+///     }
+///     fsdp.gather(&model)
+/// }
+///
+/// let models = bonfire::launch(2, train)?;
+/// assert_eq!(models[0].head.weight.val().into_data(), models[1].head.weight.val().into_data());
+/// # Ok::<(), bonfire::launch::Failed>(())
+/// ```
+///
+/// The model of parts is for passes, [`gather`](Self::gather) and the optimizer. Its own forward pass would compute
+/// with parts: burn panics where their shapes do not fit, and a step whose backward pass comes to a part returns an
+/// error. So a penalty on weights uses the pass's model.
+///
+/// Parameters that are in no block are gathered as one more block when the first of them is used, and stay until the
+/// end of the pass. A model without marks is that one block.
+///
+/// Frozen parameters, which need no gradient, are cut and gathered like others. In blocks that are used after the first
+/// trained parameter, burn computes their gradients too, which are dropped: it would keep the whole value of what needs
+/// no gradient until the backward pass. Running states and parameters of integers and booleans are whole on every rank
+/// and treated as by [`DataParallel`](crate::DataParallel).
+///
+/// The results are those of `DataParallel`, up to the order in which gradients are added. The ranks must use the same
+/// blocks in the same order in a step, or all get [`Error::Mismatch`]; it may differ from step to step, but the first
+/// gather of a new order is not hidden. A parameter that only some ranks use in a block that all use is right.
+///
+/// # Hybrid sharding
+/// With a [`DeviceMesh`] of the dimensions `shard` and `replicate`, parameters are partitioned over the ranks of
+/// `shard`, and the gradients of each part are averaged over the ranks of `replicate`, which keep the same part. So all
+/// traffic stays within `shard`, but an all-reduce of the parts' gradients.
+///
+/// # Optimizers
+/// Those that treat each element by itself: burn's `Sgd`, `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight
+/// decay and clipping. An optimizer sees parts of parameters, so gradients are [`Parts`], which
+/// [`for_optimizer`](Parts::for_optimizer) makes those of one optimizer: it clips as the optimizer is set to, and
+/// refuses one that mixes the elements of a parameter, such as `Muon`. Nothing compares the ranks' optimizers and
+/// learning rates.
+///
+/// # What stays gathered
+/// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others
+/// keep the whole parameter until the backward pass: burn's `Embedding`, and, unless the device has
+/// [gradient checkpointing](burn::tensor::Device::gradient_checkpointing), `transpose`, `reshape` and other changes of a
+/// parameter's shape.
+///
+/// # Ranks as threads
+/// A rank must not run another backward pass between the forward and the backward pass of a pass: burn-autodiff locks
+/// all graphs of the process at its end, among them that of a rank which waits for this one to gather a block. That
+/// rank then gets [`Error::Timeout`] at its deadline. Ranks that are processes may.
+///
+/// # Lost ranks
+/// The parts on a lost rank are lost. All others get the error.
+pub struct FullyShardedParallel {
+    steps: GatherSteps,
+    /// Those of which each rank keeps a part, as they are whole.
+    parameters: Parameters,
+    of: Arc<Sharded>,
+}
+
+impl FullyShardedParallel {
+    /// Gives all ranks the parameters of rank 0 and returns the model with this rank's parts of them.
+    ///
+    /// All ranks must call this, each with a model of its own; it blocks until they have. Until then each rank holds
+    /// a whole model. Load pretrained weights before, and create the optimizer afterwards. `mesh` is a group, all of
+    /// whose ranks keep a part, or a [`DeviceMesh`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
+    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. The same for a
+    /// model on a device without autodiff. [`Error::Config`] with the transport `mpi-blocking`. Otherwise [`Error::Io`] if a
+    /// parameter cannot be read from its device, or the errors of [`Group::subgroup`].
+    #[track_caller]
+    pub fn new<M: Module>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
+        let mesh = mesh.into();
+        mesh.whole().check_concurrent(OPERATION)?;
+        let groups = Groups::sharded(&mesh, OPERATION)?;
+        check_same_model(&groups.main, OPERATION, &Parameters::in_blocks(&model).0)?;
+        all_or_none(&groups.main, check_autodiff(OPERATION, &model))?;
+        let model = broadcast_parameters(&groups.main, model, 0)?;
+        let (parameters, eager) = (Parameters::in_blocks(&model).1, eager(&model));
+        let is_cut = |parameter: &&_| {
+            let parameter: &super::model::Parameter = parameter;
+            parameter.trained || !eager.contains(&parameter.id)
+        };
+        let parameters: Parameters = parameters.iter().filter(is_cut).cloned().collect();
+        let blocks: Vec<usize> = parameters.iter().map(|parameter| parameter.block).collect();
+        let tensors = BurnTensors::of(&parameters);
+        let steps = GatherSteps::new(groups.clone(), parameters.described(), &blocks, tensors.clone())?;
+        let layout = steps.layout().clone();
+        let cut = cut(model, &parameters, &layout);
+        let model = all_or_none(&groups.main, cut)?;
+        let tried = Default::default();
+        let of = Arc::new(Sharded { groups, parameters: parameters.clone(), tensors, layout, tried });
+        Ok((model, FullyShardedParallel { steps, parameters, of }))
+    }
+
+    /// Keeps the parameters gathered from the forward pass to the backward pass (ZeRO-2): each block is gathered once
+    /// in a pass instead of twice, and the ranks need memory for all parameters. Gradients and optimizer state stay
+    /// partitioned. All ranks set it.
+    pub fn keep_gathered(self) -> Self {
+        self.steps.keep_gathered();
+        self
+    }
+
+    /// Returns the group of all ranks.
+    pub fn group(&self) -> &Group {
+        &self.steps.groups().main
+    }
+
+    /// Returns how often blocks were gathered in the last step. From the second step on, each is gathered once in each
+    /// pass, forward and backward, and at most two are there at a time. Blocks in blocks, and passes that use blocks in
+    /// another order than the pass before, need more.
+    pub fn gather_counts(&self) -> GatherCounts {
+        self.steps.counts()
+    }
+
+    /// Makes a step with a pass for each batch, and returns this rank's parts of the mean gradients: see
+    /// [`DataParallel::run`](crate::DataParallel::run).
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`]; [`Error::Mismatch`] on all ranks if they have used different blocks in a pass.
+    #[track_caller]
+    pub fn run<M: Module, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
+    ) -> Result<Parts, Error> {
+        self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
+    }
+
+    /// As [`run`](Self::run), with a closure that may fail. Then all ranks get an error with its text, and the groups
+    /// have failed: other ranks may wait for this one to gather blocks.
+    ///
+    /// # Errors
+    /// That error, and those of `run`.
+    #[track_caller]
+    pub fn try_run<M: Module, T>(
+        &self,
+        model: &M,
+        batches: impl IntoIterator<Item = T>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+    ) -> Result<Parts, Error> {
+        Ok(Parts::new(Form::run(self, model, batches, loss)?, self.of.clone()))
+    }
+
+    /// Begins a pass that is not the last one of its step on this rank: see
+    /// [`DataParallel::pass`](crate::DataParallel::pass). Its end waits for the other ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] while another pass is open. Those of the step before, if that has failed.
+    #[track_caller]
+    pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+        self.begin(model, false)?.weigh(weight as f64).map(Pass)
+    }
+
+    /// Begins the last pass of a step on this rank: see [`DataParallel::last_pass`](crate::DataParallel::last_pass).
+    ///
+    /// # Errors
+    /// See [`pass`](Self::pass). Errors of the step come from [`finish`](LastPass::finish).
+    #[track_caller]
+    pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M, Parts>, Error> {
+        let of = self.of.clone();
+        let open = self.begin(model, true)?.weigh(weight as f64)?;
+        Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
+    }
+
+    /// Makes a step, or what is left of it, on a rank that has no more data for it. It takes part in the passes of the
+    /// others, and its result is its parts of their mean.
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`].
+    #[track_caller]
+    pub fn skip<M: Module>(&self, model: &M) -> Result<Parts, Error> {
+        self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
+    }
+
+    /// Takes part in a step of ranks that still have data, when this rank's has ended: see
+    /// [`DataParallel::join`](crate::DataParallel::join).
+    ///
+    /// # Errors
+    /// See [`LastPass::finish`].
+    #[track_caller]
+    pub fn join<M: Module>(&self, model: &M) -> Result<Option<Parts>, Error> {
+        Ok(match Form::skip(self, model)? {
+            Outcome::NoSamples => None,
+            Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
+        })
+    }
+
+    /// Returns the whole model, for evaluation or for saving it as one file. All ranks must call this; it blocks until
+    /// all blocks are gathered.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, or while a pass is open; the
+    /// group remains usable. Otherwise the errors of [`Group::all_gather`].
+    #[track_caller]
+    pub fn gather<M: Module>(&self, model: &M) -> Result<M, Error> {
+        let parts = all_or_none(self.group(), self.own_parts("gather", model))?;
+        let wholes = self.steps.gather(&parts)?;
+        Ok(restored(model, &self.parameters, wholes))
+    }
+
+    /// Averages metrics over all ranks: see [`DataParallel::mean`](crate::DataParallel::mean).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; the group remains usable. Otherwise the errors
+    /// of [`Group::all_reduce`].
+    #[track_caller]
+    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        self.steps.groups().mean(values, samples)
+    }
+
+    /// Averages the states that differ between the ranks, such as running statistics: see
+    /// [`DataParallel::average_states`](crate::DataParallel::average_states). It does not compare trained parameters.
+    ///
+    /// # Errors
+    /// Those of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
+    #[track_caller]
+    pub fn average_states<M: Module>(&self, model: M) -> Result<M, Error> {
+        average(self.group(), model, |id| self.parameters.position(id).is_none())
+    }
+
+    /// Returns this rank's parts in a model.
+    fn in_model<M: Module>(&self, model: &M) -> InModel {
+        self.parameters.in_model(model, |position| self.of.layout.shape(position))
+    }
+
+    /// Returns this rank's parts in a model, which must be the one in training.
+    fn own_parts<M: Module>(&self, operation: &str, model: &M) -> Result<Vec<Option<Handle>>, Error> {
+        let parts = self.in_model(model).values;
+        if let Some(position) = parts.iter().position(Option::is_none) {
+            let path = &self.parameters[position].path;
+            let reason = format!("the model has no part of `{path}`; pass the model in training");
+            return Err(Error::argument(operation, reason));
+        }
+        Ok(handles(&parts))
+    }
+
+    fn header(&self, own: &InModel) -> (Header, Vec<Option<Handle>>) {
+        (own.header(&self.parameters, true), handles(&own.values))
+    }
+}
+
+fn handles(parts: &[Option<DispatchTensor>]) -> Vec<Option<Handle>> {
+    parts.iter().map(|part| part.clone().map(|part| handle(Dispatch::inner(part)))).collect()
+}
+
+impl Form for FullyShardedParallel {
+    #[track_caller]
+    fn begin<M: Module>(&self, model: &M, is_last: bool) -> Result<Open<M>, Error> {
+        let own = self.in_model(model);
+        let (header, parts) = self.header(&own);
+        let pass = self.steps.pass(header, parts, is_last)?;
+        let weight = Weight::default();
+        let (model, nodes) = gathered_at_use(model, &self.parameters, &self.steps, &pass.hooks(), &weight);
+        let parameters = self.parameters.clone();
+        // All ranks wait at the end of a pass anyway.
+        Ok(Open {
+            model,
+            engine: Box::new(pass),
+            weight,
+            nodes,
+            own,
+            parameters,
+            layers: Layers::new(&Arc::new(true.into())),
+            barrier: None,
+        })
+    }
+
+    #[track_caller]
+    fn skip<M: Module>(&self, model: &M) -> Result<Outcome, Error> {
+        let (header, parts) = self.header(&self.in_model(model));
+        self.steps.skip(header, parts)
+    }
+}
+
+impl fmt::Debug for FullyShardedParallel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FullyShardedParallel")
+            .field("groups", self.steps.groups())
+            .field("parameters", &self.parameters.len())
+            .field("blocks", &self.parameters.iter().map(|parameter| parameter.block).max().unwrap_or(0))
+            .finish()
+    }
+}

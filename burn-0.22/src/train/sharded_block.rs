@@ -1,0 +1,200 @@
+//! Marks of blocks: the modules whose parameters are gathered together.
+
+use std::cell::{Cell, RefCell};
+
+use burn::module::{Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor};
+use burn::tensor::Device;
+
+/// A module whose parameters are gathered as one operation before its forward pass and freed after it, in the training
+/// steps of a [`FullyShardedParallel`](crate::FullyShardedParallel).
+///
+/// Mark the repeated layers of a model, so that no rank ever holds all of them:
+///
+/// ```
+/// use bonfire::ShardedBlock;
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+///
+/// #[derive(Module, Debug)]
+/// struct Model {
+///     layers: Vec<ShardedBlock<Linear>>,
+/// }
+///
+/// impl Model {
+///     fn forward(&self, input: Tensor<2>) -> Tensor<2> {
+///         self.layers.iter().fold(input, |x, layer| layer.run(|linear| linear.forward(x)))
+///     }
+/// }
+///
+/// let device = Device::flex();
+/// let linear = || LinearConfig::new(8, 8).init(&device);
+/// let model = Model { layers: (0..4).map(|_| ShardedBlock::new(linear())).collect() };
+/// assert_eq!(model.forward(Tensor::ones([2, 8], &device)).dims(), [2, 8]);
+/// ```
+///
+/// Outside of such steps it is the module itself: it changes neither paths of parameters nor records, so that records
+/// of a model with and without marks are interchangeable. A block may contain blocks; a parameter belongs to the
+/// innermost one.
+#[derive(Clone, Debug)]
+pub struct ShardedBlock<M> {
+    module: M,
+    /// Whether the parameters are gathered at their first use: in the model of a step.
+    gathers: bool,
+}
+
+impl<M: Clone> ShardedBlock<M> {
+    /// Marks a module.
+    pub fn new(module: M) -> Self {
+        ShardedBlock { module, gathers: false }
+    }
+
+    /// Runs a part of the forward pass with the module. Its gathered parameters are freed afterwards: `pass` must not
+    /// keep them or the module, and uses the module on the calling thread.
+    pub fn run<R>(&self, pass: impl FnOnce(&M) -> R) -> R {
+        if !self.gathers {
+            return pass(&self.module);
+        }
+        // What is gathered at its first use in a clone is dropped with the clone.
+        let module = self.module.clone();
+        let run = Run::begin();
+        let result = pass(&module);
+        drop(module);
+        drop(run);
+        result
+    }
+
+    /// Removes the mark.
+    pub fn into_inner(self) -> M {
+        self.module
+    }
+}
+
+/// What is to be done when a run ends.
+type Ends = Vec<Box<dyn FnOnce()>>;
+
+thread_local! {
+    /// The runs of blocks on this thread, outermost first.
+    static RUNS: RefCell<Vec<Ends>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A run of a block.
+struct Run;
+
+impl Run {
+    fn begin() -> Run {
+        RUNS.with_borrow_mut(|runs| runs.push(Vec::new()));
+        Run
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let ended = RUNS.with_borrow_mut(Vec::pop);
+        ended.into_iter().flatten().for_each(|end| end());
+    }
+}
+
+/// Calls `end` when the innermost run of a block on this thread ends. Without a run it is dropped.
+pub(super) fn at_end_of_run(end: impl FnOnce() + 'static) {
+    RUNS.with_borrow_mut(|runs| {
+        if let Some(run) = runs.last_mut() {
+            run.push(Box::new(end));
+        }
+    });
+}
+
+/// What visitors and mappers are told before and after the parameters of a block, as the type of a container that they
+/// enter and leave at once. So the paths of parameters are those of the module without the mark.
+const BEGIN: &str = "bonfire::ShardedBlock {";
+const END: &str = "bonfire::ShardedBlock }";
+
+thread_local! {
+    /// Whether the mapper has made parameters of the last block that are gathered at their first use.
+    static GATHERS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Tells a block that the mapper, which enters this container, has made its parameters so that they are gathered at
+/// their first use. Mappers have no other way to change what is no parameter.
+pub(super) fn gather_at_use(container: &str) {
+    if container == END {
+        GATHERS.set(true);
+    }
+}
+
+/// Follows a visitor through the blocks of a model.
+#[derive(Default)]
+pub(super) struct BlockPath {
+    /// The blocks that contain the place, outermost first.
+    open: Vec<usize>,
+    /// The blocks so far.
+    count: usize,
+}
+
+impl BlockPath {
+    /// Takes note of a container that is entered.
+    pub fn enter(&mut self, container: &str) {
+        if container == BEGIN {
+            self.count += 1;
+            self.open.push(self.count);
+        } else if container == END {
+            self.open.pop();
+        }
+    }
+
+    /// Returns the number of the innermost block, counted from 1. 0 outside of blocks.
+    pub fn block(&self) -> usize {
+        self.open.last().copied().unwrap_or(0)
+    }
+}
+
+impl<M: Module> Module for ShardedBlock<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.module.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        ShardedBlock::new(self.module.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        ShardedBlock::new(self.module.to_device(device))
+    }
+
+    fn train(self) -> Self {
+        ShardedBlock::new(self.module.train())
+    }
+
+    fn valid(&self) -> Self {
+        ShardedBlock::new(self.module.valid())
+    }
+
+    fn materialize(self) -> Self {
+        ShardedBlock::new(self.module.materialize())
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        visitor.enter_module("", BEGIN);
+        visitor.exit_module("", BEGIN);
+        self.module.visit(visitor);
+        visitor.enter_module("", END);
+        visitor.exit_module("", END);
+    }
+
+    fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
+        mapper.enter_module("", BEGIN);
+        mapper.exit_module("", BEGIN);
+        let module = self.module.map(mapper);
+        mapper.enter_module("", END);
+        mapper.exit_module("", END);
+        ShardedBlock { module, gathers: GATHERS.take() }
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplayDefault for ShardedBlock<M> {
+    fn content(&self, content: Content) -> Option<Content> {
+        self.module.content(content)
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplay for ShardedBlock<M> {}
