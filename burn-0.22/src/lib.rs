@@ -18,6 +18,8 @@
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
 #![warn(missing_docs)]
+// NdArray is supported while burn has it.
+#![cfg_attr(feature = "ndarray", allow(deprecated))]
 
 mod tensor;
 pub mod train;
