@@ -113,8 +113,8 @@ const OPERATION: &str = "full sharding";
 ///
 /// # What stays gathered
 /// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others
-/// keep the whole parameter until the backward pass: burn's `Embedding`, and, unless the device has
-/// [gradient checkpointing](burn::tensor::Device::gradient_checkpointing), `transpose`, `reshape` and other changes of a
+/// keep the whole parameter until the backward pass: burn's `Embedding`, and, unless the device has [gradient
+/// checkpointing](burn::tensor::Device::gradient_checkpointing), `transpose`, `reshape` and other changes of a
 /// parameter's shape.
 ///
 /// # Ranks as threads
@@ -140,8 +140,8 @@ impl FullyShardedParallel {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
-    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. The same for a
-    /// model on a device without autodiff. [`Error::Config`] with the transport `mpi-blocking`. Otherwise [`Error::Io`] if a
+    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. The same for a model on a
+    /// device without autodiff. [`Error::Config`] with the transport `mpi-blocking`. Otherwise [`Error::Io`] if a
     /// parameter cannot be read from its device, or the errors of [`Group::subgroup`].
     #[track_caller]
     pub fn new<M: Module>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
