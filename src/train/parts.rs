@@ -16,8 +16,7 @@ use super::adapter::{flat, handle, opened, scaled};
 use super::model::Parameters;
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
-use bonfire_train::agree::all_gather_values;
-use bonfire_train::lane::{Tensors, sums_of_squares};
+use bonfire_train::lane::Tensors;
 use bonfire_train::shards::{Cut, Layout};
 use bonfire_train::step::{Groups, Means};
 
@@ -70,7 +69,7 @@ impl<B: AutodiffBackend> Parts<B> {
     /// remain usable. Otherwise those of [`norm`](Self::norm).
     #[track_caller]
     pub fn clip_norm(self, max: f64) -> Result<Self, Error> {
-        self.check_limit("clip_norm", max)?;
+        self.of.groups.check_limit("clip_norm", max)?;
         let norm = self.norm()?;
         Ok(self.map(|_, part| if norm > max { scaled::<B::InnerBackend>(part, max / norm) } else { part }))
     }
@@ -81,7 +80,7 @@ impl<B: AutodiffBackend> Parts<B> {
     /// See [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn clip_each_norm(self, max: f64) -> Result<Self, Error> {
-        self.check_limit("clip_each_norm", max)?;
+        self.of.groups.check_limit("clip_each_norm", max)?;
         let squares = self.squares()?;
         Ok(self.map(|position, part| match squares[position].sqrt() {
             norm if norm > max => scaled::<B::InnerBackend>(part, max / norm),
@@ -95,7 +94,7 @@ impl<B: AutodiffBackend> Parts<B> {
     /// [`Error::InvalidArgument`]: see [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn clip_values(self, max: f64) -> Result<Self, Error> {
-        self.check_limit("clip_values", max)?;
+        self.of.groups.check_limit("clip_values", max)?;
         Ok(self.map(|_, part| B::InnerBackend::float_clamp(part, (-max).into(), max.into())))
     }
 
@@ -156,33 +155,13 @@ impl<B: AutodiffBackend> Parts<B> {
     }
 
     /// Returns the sum of the squares of each gradient, by position.
-    fn squares(&self) -> Result<Vec<f64>, Error> {
-        let Sharded { groups, parameters, tensors, .. } = &*self.of;
-        let parts = self.gradients.iter().enumerate();
-        let (positions, own): (Vec<usize>, Vec<_>) = parts
-            .filter_map(|(position, part)| {
-                Some((position, (handle::<B::InnerBackend>(part.clone()?), parameters[position].element)))
-            })
-            .unzip();
-        let own = sums_of_squares(&**tensors, own).map_err(|error| groups.abandon(error))?;
-        let mut squares = vec![0.0; self.gradients.len()];
-        positions.into_iter().zip(own).for_each(|(position, sum)| squares[position] = sum);
-        groups.add_over_shards(squares)
-    }
-
-    /// Fails on all ranks unless they clip to the same.
     #[track_caller]
-    fn check_limit(&self, operation: &str, max: f64) -> Result<(), Error> {
-        let all = all_gather_values(&self.of.groups.main, [max])?;
-        if let Some(rank) = all.iter().position(|other| other[0].to_bits() != all[0][0].to_bits()) {
-            let (first, other) = (all[0][0], all[rank][0]);
-            let reason = format!("rank 0 clips to {first} and rank {rank} to {other}; pass the same norm on all ranks");
-            return Err(Error::argument(operation, reason));
-        }
-        match max > 0.0 && max.is_finite() {
-            true => Ok(()),
-            false => Err(Error::argument(operation, format!("nothing can be clipped to {max}; give a number above 0"))),
-        }
+    fn squares(&self) -> Result<Vec<f64>, Error> {
+        let parts = self.gradients.iter().enumerate();
+        let parts = parts.map(|(position, part)| {
+            Some((handle::<B::InnerBackend>(part.clone()?), self.of.parameters[position].element))
+        });
+        self.of.groups.squares(&*self.of.tensors, parts.collect())
     }
 
     fn map(mut self, f: impl Fn(usize, FloatTensor<B::InnerBackend>) -> FloatTensor<B::InnerBackend>) -> Self {

@@ -1,12 +1,12 @@
 //! Marks of blocks: the modules whose parameters are gathered together.
 
-use std::cell::{Cell, RefCell};
-
 use burn::module::{
     AutodiffModule, Content, Devices, HasAutodiffModule, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor,
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
+
+use bonfire_train::gather::marks::{BEGIN, END, Run, gathers_at_use};
 
 /// A module whose parameters are gathered as one operation before its forward pass and freed after it, in the training
 /// steps of a [`FullyShardedParallel`](crate::FullyShardedParallel).
@@ -73,84 +73,6 @@ impl<M: Clone> ShardedBlock<M> {
     }
 }
 
-/// What is to be done when a run ends.
-type Ends = Vec<Box<dyn FnOnce()>>;
-
-thread_local! {
-    /// The runs of blocks on this thread, outermost first.
-    static RUNS: RefCell<Vec<Ends>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A run of a block.
-struct Run;
-
-impl Run {
-    fn begin() -> Run {
-        RUNS.with_borrow_mut(|runs| runs.push(Vec::new()));
-        Run
-    }
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        let ended = RUNS.with_borrow_mut(Vec::pop);
-        ended.into_iter().flatten().for_each(|end| end());
-    }
-}
-
-/// Calls `end` when the innermost run of a block on this thread ends. Without a run it is dropped.
-pub(super) fn at_end_of_run(end: impl FnOnce() + 'static) {
-    RUNS.with_borrow_mut(|runs| {
-        if let Some(run) = runs.last_mut() {
-            run.push(Box::new(end));
-        }
-    });
-}
-
-/// What visitors and mappers are told before and after the parameters of a block, as the type of a container that they
-/// enter and leave at once. So the paths of parameters are those of the module without the mark.
-const BEGIN: &str = "bonfire::ShardedBlock {";
-const END: &str = "bonfire::ShardedBlock }";
-
-thread_local! {
-    /// Whether the mapper has made parameters of the last block that are gathered at their first use.
-    static GATHERS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Tells a block that the mapper, which enters this container, has made its parameters so that they are gathered at
-/// their first use. Mappers have no other way to change what is no parameter.
-pub(super) fn gather_at_use(container: &str) {
-    if container == END {
-        GATHERS.set(true);
-    }
-}
-
-/// Follows a visitor or mapper through the blocks of a model.
-#[derive(Default)]
-pub(super) struct BlockPath {
-    /// The blocks that contain the place, outermost first.
-    open: Vec<usize>,
-    /// The blocks so far.
-    count: usize,
-}
-
-impl BlockPath {
-    /// Takes note of a container that is entered.
-    pub fn enter(&mut self, container: &str) {
-        if container == BEGIN {
-            self.count += 1;
-            self.open.push(self.count);
-        } else if container == END {
-            self.open.pop();
-        }
-    }
-
-    /// Returns the number of the innermost block, counted from 1. 0 outside of blocks.
-    pub fn block(&self) -> usize {
-        self.open.last().copied().unwrap_or(0)
-    }
-}
-
 impl<B: Backend, M: Module<B>> Module<B> for ShardedBlock<M> {
     type Record = M::Record;
 
@@ -180,7 +102,7 @@ impl<B: Backend, M: Module<B>> Module<B> for ShardedBlock<M> {
         let module = self.module.map(mapper);
         mapper.enter_module("", END);
         mapper.exit_module("", END);
-        ShardedBlock { module, gathers: GATHERS.take() }
+        ShardedBlock { module, gathers: gathers_at_use() }
     }
 
     fn load_record(self, record: Self::Record) -> Self {

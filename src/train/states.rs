@@ -7,7 +7,8 @@ use burn::tensor::{TensorData, TensorMetadata};
 
 use super::adapter::flat;
 use super::walk::{FloatParameter, map_floats, visit_floats};
-use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_core::{Error, Group};
+use bonfire_train::agree::means_where_different;
 
 /// Replaces every float parameter that needs no gradient and differs between ranks by the mean over all ranks.
 /// `is_whole` tells whether the ranks have the whole parameter: each may have a part.
@@ -31,29 +32,14 @@ pub(super) fn average<B: AutodiffBackend, M: AutodiffModule<B>>(
         }
     });
 
-    let mut first = values.clone();
-    group.broadcast(&mut first, 0)?;
-    let mut start = 0;
-    let differs = lens.iter().map(|len| {
-        let bits = |values: &[f64]| values[start..start + len].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        let differs = bits(&values) != bits(&first);
-        start += len;
-        u8::from(differs)
-    });
-    let mut differs: Vec<u8> = differs.collect();
-    group.all_reduce(&mut differs, ReduceOp::Max)?;
-    group.all_reduce(&mut values, ReduceOp::Mean)?;
-
-    let (mut states, mut rest) = (differs.into_iter().zip(lens), &values[..]);
+    let mut means = means_where_different(group, &lens, values)?.into_iter();
     Ok(map_floats(model, |parameter| {
         if !is_state(&parameter) {
             return None;
         }
-        let (differs, len) = states.next()?;
-        let (means, after) = rest.split_at(len);
-        rest = after;
+        let mean = means.next()??;
         let (shape, dtype) = (parameter.value.shape(), parameter.value.dtype());
-        let data = TensorData::new(means.to_vec(), shape).convert_dtype(dtype);
-        (differs == 1).then(|| B::InnerBackend::float_from_data(data, &B::float_device(&parameter.value)))
+        let data = TensorData::new(mean, shape).convert_dtype(dtype);
+        Some(B::InnerBackend::float_from_data(data, &B::float_device(&parameter.value)))
     }))
 }

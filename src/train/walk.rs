@@ -7,8 +7,8 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, Float, Int, Shape, Tensor, TensorPrimitive};
 
-use super::sharded_block::BlockPath;
 use crate::tensor::host::{Kind, float};
+use bonfire_train::gather::marks::BlockPath;
 
 /// Where a parameter is in a model.
 #[derive(Default)]

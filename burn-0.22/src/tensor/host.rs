@@ -1,6 +1,5 @@
 //! Element types, and memory for tensors.
 
-use burn::backend::TensorMetadata;
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, DispatchDevice, DispatchTensor};
 use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorData};
@@ -76,9 +75,4 @@ pub(crate) fn align(bytes: Bytes, dtype: DType) -> Bytes {
         return bytes;
     }
     as_wide!(dtype, T => Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, T>(&bytes)))
-}
-
-/// Whether a tensor has this shape and element type.
-pub(crate) fn is_like(tensor: &DispatchTensor, shape: &Shape, dtype: BurnDType) -> bool {
-    tensor.shape() == *shape && tensor.dtype() == dtype
 }

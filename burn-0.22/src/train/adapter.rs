@@ -12,7 +12,7 @@ use burn::backend::{Dispatch, DispatchTensor, ExecutionError, Scalar, TensorMeta
 use burn::tensor::{Bytes, DType as BurnDType, FloatDType, Shape, TensorData, try_read_sync};
 
 use super::model::Parameters;
-use crate::tensor::host::{TensorSpec, align, buffer, float, is_like};
+use crate::tensor::host::{TensorSpec, align, buffer, float};
 use bonfire_core::{DType, Error};
 use bonfire_train::lane::{Elements, Memory, Read, Tensor as Handle, Tensors};
 
@@ -62,7 +62,8 @@ pub(super) fn scaled(tensor: DispatchTensor, factor: f64) -> DispatchTensor {
 impl Tensors for BurnTensors {
     fn fits(&self, position: usize, tensor: &Handle) -> bool {
         let (shape, spec) = &self.parameters[position];
-        tensor.downcast_ref::<DispatchTensor>().is_some_and(|tensor| is_like(tensor, shape, spec.dtype))
+        let tensor = tensor.downcast_ref::<DispatchTensor>();
+        tensor.is_some_and(|tensor| tensor.shape() == *shape && tensor.dtype() == spec.dtype)
     }
 
     fn cast(&self, position: usize, tensor: Handle, dtype: DType) -> Handle {

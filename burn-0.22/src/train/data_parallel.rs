@@ -11,10 +11,9 @@ use super::adapter::BurnTensors;
 use super::model::{Parameters, broadcast_parameters, check_autodiff, check_untied};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
-use bonfire_core::internal::process_number;
 use bonfire_core::{Error, Group};
 use bonfire_train::DeviceMesh;
-use bonfire_train::agree::{all_gather_values, all_or_none};
+use bonfire_train::agree::{all_or_none, ranks_are_processes};
 use bonfire_train::compression::Compression;
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::protocol::Refusal;
@@ -90,8 +89,7 @@ impl DataParallel {
         let model = broadcast_parameters(&group, model, 0)?;
         let parameters = Parameters::of(&model).1;
         let unused = Arc::new(Unused::new(&group));
-        let processes = all_gather_values(&group, [process_number()?])?;
-        let has_threads = (1..processes.len()).any(|rank| processes[..rank].contains(&processes[rank]));
+        let has_threads = !ranks_are_processes(&group)?;
         let tensors = BurnTensors::of(&parameters);
         let steps = Steps::new(Groups::replicas(group)?, parameters.described(), tensors, Cut::Rows, false);
         Ok((

@@ -13,7 +13,7 @@ use burn::tensor::{GradientCheckpointingStrategy, Shape, Tensor, TensorData};
 
 use super::adapter::opened;
 use super::walk::{Kind, Map, Place, Visit, map, visit, visit_floats};
-use crate::tensor::host::{TensorSpec, align, float};
+use crate::tensor::host::{TensorSpec, float};
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
 use bonfire_train::parameters::{self, Description, NOTHING, digest};
@@ -334,9 +334,8 @@ fn receive<const D: usize, K: Kind>(
     const OPERATION: &str = "broadcast";
     let (device, dtype) = (tensor.device(), tensor.dtype());
     let data = tensor.try_into_data().map_err(|error| Error::io(OPERATION, error))?;
-    let (bytes, shape, read) = data.into_parts();
     // All ranks have the same shape and element type, so bytes are enough.
-    let mut bytes = align(bytes, DType::U64);
+    let (mut bytes, shape, read) = data.into_parts();
     let request = Request::new(Operation::Broadcast, DType::U8).root(root);
     group.operate(request, None, &mut bytes)?;
     Ok(Tensor::from_data(TensorData::from_bytes(bytes, shape, read), (&device, dtype)))

@@ -14,8 +14,7 @@ use super::model::Parameters;
 use super::slices::check_elementwise;
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
-use bonfire_train::agree::all_gather_values;
-use bonfire_train::lane::{Tensors, sums_of_squares};
+use bonfire_train::lane::Tensors;
 use bonfire_train::shards::{Cut, Layout};
 use bonfire_train::step::{Groups, Means};
 
@@ -65,7 +64,7 @@ impl Parts {
     /// remain usable. Otherwise those of [`norm`](Self::norm).
     #[track_caller]
     pub fn clip_norm(self, max: f64) -> Result<Self, Error> {
-        self.check_limit("clip_norm", max)?;
+        self.of.groups.check_limit("clip_norm", max)?;
         let norm = self.norm()?;
         Ok(self.map(|_, part| if norm > max { scaled(part, max / norm) } else { part }))
     }
@@ -76,7 +75,7 @@ impl Parts {
     /// See [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn clip_each_norm(self, max: f64) -> Result<Self, Error> {
-        self.check_limit("clip_each_norm", max)?;
+        self.of.groups.check_limit("clip_each_norm", max)?;
         let squares = self.squares()?;
         Ok(self.map(|position, part| match squares[position].sqrt() {
             norm if norm > max => scaled(part, max / norm),
@@ -90,7 +89,7 @@ impl Parts {
     /// [`Error::InvalidArgument`]: see [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn clip_values(self, max: f64) -> Result<Self, Error> {
-        self.check_limit("clip_values", max)?;
+        self.of.groups.check_limit("clip_values", max)?;
         Ok(self.map(|_, part| Dispatch::float_clamp(part, (-max).into(), max.into())))
     }
 
@@ -151,31 +150,12 @@ impl Parts {
     }
 
     /// Returns the sum of the squares of each gradient, by position.
-    fn squares(&self) -> Result<Vec<f64>, Error> {
-        let Sharded { groups, parameters, tensors, .. } = &*self.of;
-        let parts = self.gradients.iter().enumerate();
-        let (positions, own): (Vec<usize>, Vec<_>) = parts
-            .filter_map(|(position, part)| Some((position, (handle(part.clone()?), parameters[position].spec.carrier))))
-            .unzip();
-        let own = sums_of_squares(&**tensors, own).map_err(|error| groups.abandon(error))?;
-        let mut squares = vec![0.0; self.gradients.len()];
-        positions.into_iter().zip(own).for_each(|(position, sum)| squares[position] = sum);
-        groups.add_over_shards(squares)
-    }
-
-    /// Fails on all ranks unless they clip to the same.
     #[track_caller]
-    fn check_limit(&self, operation: &str, max: f64) -> Result<(), Error> {
-        let all = all_gather_values(&self.of.groups.main, [max])?;
-        if let Some(rank) = all.iter().position(|other| other[0].to_bits() != all[0][0].to_bits()) {
-            let (first, other) = (all[0][0], all[rank][0]);
-            let reason = format!("rank 0 clips to {first} and rank {rank} to {other}; pass the same norm on all ranks");
-            return Err(Error::argument(operation, reason));
-        }
-        match max > 0.0 && max.is_finite() {
-            true => Ok(()),
-            false => Err(Error::argument(operation, format!("nothing can be clipped to {max}; give a number above 0"))),
-        }
+    fn squares(&self) -> Result<Vec<f64>, Error> {
+        let parts = self.gradients.iter().enumerate();
+        let parts =
+            parts.map(|(position, part)| Some((handle(part.clone()?), self.of.parameters[position].spec.carrier)));
+        self.of.groups.squares(&*self.of.tensors, parts.collect())
     }
 
     fn map(mut self, f: impl Fn(usize, DispatchTensor) -> DispatchTensor) -> Self {

@@ -43,8 +43,8 @@ impl<M> Pass<M> {
     }
 
     /// Ends the pass after its backward pass, which has returned `gradients`: takes those of the model in training from
-    /// them. Those of inputs and of other models stay. It waits for no other rank, unless ranks
-    /// are threads and layers of the model communicate.
+    /// them. Those of inputs and of other models stay. It waits for no other rank, unless ranks are threads and layers
+    /// of the model communicate.
     ///
     /// # Errors
     /// What is wrong with the gradients is an error of the last pass, on all ranks.

@@ -10,7 +10,8 @@ use super::data_parallel::DataParallel;
 use super::model::Parameters;
 use super::walk::{FloatParameter, map_floats, visit_floats};
 use bonfire_core::internal::AgreedOperations;
-use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_core::{Error, Group};
+use bonfire_train::agree::means_where_different;
 use bonfire_train::parameters::{NOTHING, compare, digest};
 use bonfire_train::protocol::Problem;
 
@@ -127,29 +128,14 @@ pub(super) fn average<M: Module>(group: &Group, model: M, is_whole: impl Fn(Para
         return Err(group.abandon(error));
     }
 
-    let mut first = values.clone();
-    group.broadcast(&mut first, 0)?;
-    let mut start = 0;
-    let differs = lens.iter().map(|len| {
-        let bits = |values: &[f64]| values[start..start + len].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        let differs = bits(&values) != bits(&first);
-        start += len;
-        u8::from(differs)
-    });
-    let mut differs: Vec<u8> = differs.collect();
-    group.all_reduce(&mut differs, ReduceOp::Max)?;
-    group.all_reduce(&mut values, ReduceOp::Mean)?;
-
-    let (mut states, mut rest) = (differs.into_iter().zip(lens), &values[..]);
+    let mut means = means_where_different(group, &lens, values)?.into_iter();
     Ok(map_floats(model, |parameter| {
         if !is_state(&parameter) {
             return None;
         }
-        let (differs, len) = states.next()?;
-        let (means, after) = rest.split_at(len);
-        rest = after;
+        let mean = means.next()??;
         let (dtype, device) = (parameter.value.dtype(), Dispatch::inner(parameter.value.clone()).device());
-        let data = TensorData::new(means.to_vec(), parameter.value.shape()).convert_dtype(dtype);
-        (differs == 1).then(|| Dispatch::float_from_data(data, &device))
+        let data = TensorData::new(mean, parameter.value.shape()).convert_dtype(dtype);
+        Some(Dispatch::float_from_data(data, &device))
     }))
 }

@@ -7,8 +7,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Paramete
 use burn::tensor::kind::Autodiff;
 use burn::tensor::{Bool, Float, Int, Shape, Tensor};
 
-use super::sharded_block::BlockPath;
 use crate::tensor::host::float;
+use bonfire_train::gather::marks::BlockPath;
 
 /// A kind of tensors.
 pub(super) trait Kind: Autodiff + 'static {

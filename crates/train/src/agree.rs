@@ -1,9 +1,11 @@
 //! Small agreements between the ranks of a group.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use bonfire_core::internal::{AgreedOperations, process_number};
-use bonfire_core::{Element, Error, Group};
+use bonfire_core::{Element, Error, Group, ReduceOp};
 
 /// Makes a group of the same ranks, for communication that takes place beside that of `group`. All ranks must call it.
 ///
@@ -67,4 +69,32 @@ pub fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     bytes.resize(len[0] as usize, 0);
     group.broadcast(&mut bytes, root)?;
     postcard::from_bytes(&bytes).map_err(broken)
+}
+
+/// Averages states that the ranks have in common: one after the other in `values`, of these lengths. Returns for each
+/// the mean over all ranks, or `None` if it is bit-identical on all.
+///
+/// # Errors
+/// Those of [`Group::all_reduce`].
+#[track_caller]
+pub fn means_where_different(
+    group: &Group,
+    lens: &[usize],
+    mut values: Vec<f64>,
+) -> Result<Vec<Option<Vec<f64>>>, Error> {
+    let mut first = values.clone();
+    group.broadcast(&mut first, 0)?;
+    let mut start = 0;
+    let ranges = lens.iter().map(|len| {
+        start += len;
+        start - len..start
+    });
+    let ranges: Vec<_> = ranges.collect();
+    let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let differs = |range: &Range<usize>| bits(&values[range.clone()]) != bits(&first[range.clone()]);
+    let mut differ: Vec<u8> = ranges.iter().map(|range| u8::from(differs(range))).collect();
+    group.all_reduce(&mut differ, ReduceOp::Max)?;
+    group.all_reduce(&mut values, ReduceOp::Mean)?;
+    let means = ranges.into_iter().zip(differ);
+    Ok(means.map(|(range, differs)| (differs == 1).then(|| values[range].to_vec())).collect())
 }

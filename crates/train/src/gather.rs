@@ -18,6 +18,7 @@
 
 mod blocks;
 mod history;
+pub mod marks;
 mod open;
 mod pass;
 mod progress;
