@@ -1,5 +1,5 @@
-//! Marks of blocks in a model, for adapters whose models are walked by visitors and mappers: how these learn of a block,
-//! and when its run ends.
+//! Marks of blocks in a model, for adapters whose models are walked by visitors and mappers: how these learn of a
+//! block, and when its run ends.
 
 use std::cell::{Cell, RefCell};
 
