@@ -2,12 +2,12 @@
 
 use std::io::Read;
 
-use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
 use flate2::read::GzDecoder;
 
-use crate::Failure;
-use crate::model::CONTEXT;
+use crate::command::Failure;
+
+/// The bytes that the model looks at.
+pub const CONTEXT: usize = 64;
 
 /// One in this many bytes, at the end of the text, is not trained on.
 const HELD_OUT: usize = 32;
@@ -32,12 +32,8 @@ pub fn sequences(text: &[u8]) -> usize {
     text.len().saturating_sub(1) / CONTEXT
 }
 
-/// Returns the chosen sequences and, for each of their bytes, the next one: `[n, CONTEXT]` both.
-pub fn tensors<B: Backend>(text: &[u8], chosen: &[usize], device: &B::Device) -> [Tensor<B, 2, Int>; 2] {
-    let tensor = |offset: usize| {
-        let bytes = chosen.iter().flat_map(|i| &text[i * CONTEXT + offset..][..CONTEXT]);
-        let bytes: Vec<i64> = bytes.map(|byte| i64::from(*byte)).collect();
-        Tensor::from_data(TensorData::new(bytes, [chosen.len(), CONTEXT]), device)
-    };
-    [tensor(0), tensor(1)]
+/// Returns the chosen sequences one after the other, from this byte of each on.
+pub fn bytes(text: &[u8], chosen: &[usize], offset: usize) -> Vec<i64> {
+    let bytes = chosen.iter().flat_map(|i| &text[i * CONTEXT + offset..][..CONTEXT]);
+    bytes.map(|byte| i64::from(*byte)).collect()
 }

@@ -10,22 +10,9 @@ use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{Adam, AdamConfig};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{ElementConversion, Int, Tensor};
-use clap::ValueEnum;
 
+use crate::command::Shard;
 use crate::model::LanguageModel;
-
-/// What is sharded over the ranks.
-#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
-pub enum Shard {
-    /// Parameters, gradients and the optimizer's state (ZeRO-3)
-    Full,
-    /// Gradients and the optimizer's state, and parameters between the steps (ZeRO-2)
-    Grads,
-    /// The optimizer's state (ZeRO-1)
-    Optimizer,
-    /// Nothing: each rank has all of the model and of the optimizer's state
-    None,
-}
 
 /// What a rank carries from step to step. The user's state are the settings: batch and seed.
 pub type State<B> =

@@ -10,8 +10,7 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-/// The bytes that the model looks at.
-pub const CONTEXT: usize = 64;
+use crate::data::CONTEXT;
 
 const BYTES: usize = 256;
 const WIDTH: usize = 96;

@@ -1,6 +1,5 @@
 //! The training loop.
 
-use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 use std::time::Instant;
@@ -14,10 +13,11 @@ use burn::tensor::activation::softmax;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
 
-use crate::Failure;
-use crate::data::{Text, sequences, tensors};
-use crate::form::{Form, Shard, State};
-use crate::model::{CONTEXT, LanguageModel};
+use crate::command::{Failure, Shard};
+use crate::data::{CONTEXT, Text, bytes, sequences};
+use crate::form::{Form, State};
+use crate::model::LanguageModel;
+use crate::writing::{peak_memory, report, write_text};
 
 /// Settings that a resumed run must have in common with the saved run.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,8 +89,8 @@ impl TrainingJob<'_> {
                 form.save_in_background(&state, checkpoints)?;
             }
             if self.report && group.rank() == 0 && (last || (step + 1).is_multiple_of((self.steps / 10).max(1))) {
-                let bytes = (step + 1 - first) * self.settings.batch * CONTEXT;
-                let rate = bytes as f64 / start.elapsed().as_secs_f64();
+                let trained = (step + 1 - first) * self.settings.batch * CONTEXT;
+                let rate = trained as f64 / start.elapsed().as_secs_f64();
                 writeln!(io::stdout(), "step {}/{}: loss {loss:.4}, {rate:.0} tokens/s", step + 1, self.steps)?;
             }
         }
@@ -155,55 +155,27 @@ impl TrainingJob<'_> {
         if !self.report || group.rank() != 0 {
             return Ok(());
         }
-        let mut out = io::stdout();
         if self.sample > 0 {
-            writeln!(out, "{}", String::from_utf8_lossy(&sample(model, self.sample, self.settings.seed, device)))?;
+            let text = write_text(self.sample, self.settings.seed, |text| chances(model, text, device));
+            writeln!(io::stdout(), "{}", String::from_utf8_lossy(&text))?;
         }
-        match self.alone {
-            true => writeln!(out, "peak memory of the process with all ranks: {} MiB", peaks[0] >> 20)?,
-            false => {
-                for (rank, peak) in peaks.iter().enumerate() {
-                    writeln!(out, "peak memory of rank {rank}: {} MiB", peak >> 20)?;
-                }
-            }
-        }
-        writeln!(out, "loss per byte: {:.4}", outcome.loss_per_byte)?;
+        report(&peaks, self.alone, outcome.loss_per_byte)?;
         Ok(())
     }
 }
 
-/// Writes `len` bytes that the model finds likely.
-fn sample<B: Backend>(model: &LanguageModel<B>, len: usize, seed: u64, device: &B::Device) -> Vec<u8> {
-    let (mut text, mut random) = (b"\n".to_vec(), seed);
-    for _ in 0..len {
-        let input: Vec<i64> = text.iter().skip(text.len().saturating_sub(CONTEXT)).map(|b| i64::from(*b)).collect();
-        let context = input.len();
-        let scores = model.forward(Tensor::<B, 2, Int>::from_data(TensorData::new(input, [1, context]), device));
-        let last = scores.slice([0..1, context - 1..context]).flatten::<1>(0, 2);
-        let chances: Vec<f64> = softmax(last / 0.8, 0).into_data().iter::<f64>().collect();
-        let mut left = uniform(&mut random);
-        let byte = chances.iter().position(|chance| {
-            left -= chance;
-            left < 0.0
-        });
-        text.push(byte.unwrap_or(0) as u8);
-    }
-    text.split_off(1)
+/// Returns the chances of each byte after some text.
+fn chances<B: Backend>(model: &LanguageModel<B>, text: Vec<i64>, device: &B::Device) -> Vec<f64> {
+    let len = text.len();
+    let scores = model.forward(Tensor::<B, 2, Int>::from_data(TensorData::new(text, [1, len]), device));
+    let last = scores.slice([0..1, len - 1..len]).flatten::<1>(0, 2);
+    softmax(last / 0.8, 0).into_data().iter::<f64>().collect()
 }
 
-/// Returns a number from 0 to 1 (Steele, Lea and Flood's SplitMix64).
-fn uniform(state: &mut u64) -> f64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut mixed = *state;
-    for (shift, factor) in [(30, 0xbf58_476d_1ce4_e5b9), (27, 0x94d0_49bb_1331_11eb)] {
-        mixed = (mixed ^ mixed >> shift).wrapping_mul(factor);
-    }
-    ((mixed ^ mixed >> 31) >> 11) as f64 / (1u64 << 53) as f64
-}
-
-/// Returns the most memory that this process had, in bytes, or 0 where the system does not tell.
-fn peak_memory() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse().ok());
-    peak.map_or(0, |kib: u64| kib << 10)
+/// Returns the chosen sequences and, for each of their bytes, the next one: `[n, CONTEXT]` both.
+fn tensors<B: Backend>(text: &[u8], chosen: &[usize], device: &B::Device) -> [Tensor<B, 2, Int>; 2] {
+    let tensor = |offset: usize| {
+        Tensor::from_data(TensorData::new(bytes(text, chosen, offset), [chosen.len(), CONTEXT]), device)
+    };
+    [tensor(0), tensor(1)]
 }

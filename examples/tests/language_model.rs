@@ -1,5 +1,8 @@
 //! Training and checkpoints of the language model.
 
+#[allow(dead_code, reason = "the test calls the training itself")]
+#[path = "../language_model/command.rs"]
+mod command;
 #[path = "../language_model/data.rs"]
 mod data;
 #[path = "../language_model/form.rs"]
@@ -8,6 +11,8 @@ mod form;
 mod model;
 #[path = "../language_model/train.rs"]
 mod train;
+#[path = "../language_model/writing.rs"]
+mod writing;
 
 use std::path::Path;
 use std::process::Command;
@@ -19,8 +24,8 @@ use burn::backend::Flex;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
+use command::Shard;
 use data::Text;
-use form::Shard;
 use model::LanguageModel;
 use train::{Outcome, Settings, TrainingJob};
 
@@ -37,8 +42,6 @@ const CLOSE: f64 = 1e-9;
 
 /// What a rank has trained.
 type Trained = (Outcome, LanguageModel<<B as AutodiffBackend>::InnerBackend>);
-
-type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// Ranks, what is sharded over them, and a mesh.
 type Form = (usize, Shard, Option<[usize; 2]>);
