@@ -43,8 +43,10 @@
 //!
 //! What can be saved is a [`TrainingState`](crate::TrainingState), and a pair of a state and the
 //! [`ShardedOptimizer`](crate::ShardedOptimizer) or the [`FullyShardedParallel`](crate::FullyShardedParallel) that
-//! trains its model. A set can be loaded into any of them, whichever has saved it. [`bonfire_train::checkpoint`] has
-//! the format of the files, and says what survives a crash.
+//! trains its model. A set can be loaded into any of them, whichever has saved it, and by the package for burn 0.22. It
+//! says what it holds, so loading it into another kind of optimizer or scheduler is an error that names both. Sets of
+//! Bonfire's first format can be loaded too, here only. [`bonfire_train::checkpoint`] has the format of the files, and
+//! says what survives a crash.
 
 mod module;
 mod state;
@@ -62,8 +64,8 @@ use crate::tensor::host::{Kind, Source};
 use bonfire_core::{Error, Group};
 use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 
-pub(super) use self::state::{NOT_ELEMENTWISE, Split, TensorBytes, encode, join, split};
-pub(super) use self::training::{check_state, has_states, state_name};
+pub(super) use self::state::{RecordedTensor, encode, split, split_by_id};
+pub(super) use self::training::{OPTIMIZER, check_state, has_states, optimizer_item, read_state, to_save};
 
 /// A folder with the checkpoints of a training. Each rank of a group has one.
 ///
@@ -134,7 +136,8 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written,
     /// because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and
-    /// batch, if their models differ, if they do not share the folder, or if burn could not load the optimizer's state.
+    /// batch, if their models differ, if they do not share the folder, if burn could not load the optimizer's state, or
+    /// if the optimizer in the state has made no step though batches were trained: a sharded one was left out.
     /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
     /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
@@ -177,9 +180,9 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails, and nothing is changed: [`Error::InvalidArgument`] if
     /// a file of the set is missing, truncated, damaged or of another save, or if it was saved for a model with other
-    /// parameters; [`Error::Io`] if a file cannot be read, or if burn cannot load the state, into another kind of
-    /// optimizer for example. The error names the file and what to do. Otherwise the errors of [`Group::all_gather`];
-    /// some ranks may have loaded then. The error of a save in the background.
+    /// parameters, with another kind of optimizer or scheduler, or with another type of the user's state; [`Error::Io`]
+    /// if a file cannot be read. The error names the file and what to do. Otherwise the errors of
+    /// [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
     pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
         let Some(loaded) = self.0.load(|set| into.read(set))? else { return Ok(false) };
         into.replace(loaded);

@@ -10,12 +10,14 @@ use burn::module::AutodiffModule;
 use burn::optim::{GradientsParams, Optimizer};
 use burn::record::Record;
 use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensorOps;
 use serde::{Deserialize, Serialize};
 
-use super::model::{Parameters, rebuild, restore};
+use super::model::{Parameter, Parameters, rebuild, restore};
 use super::record::{load, load_module, record, record_compact, record_module, recordable};
 use bonfire_core::Error;
 use bonfire_core::internal::hash;
+use bonfire_train::checkpoint::SAVING;
 use bonfire_train::parameters::{Description, first_difference};
 
 /// Identifies the format and its version.
@@ -56,7 +58,7 @@ const FORMAT: &[u8] = b"bonfire training 1\n";
 pub struct TrainingState<B: AutodiffBackend, M: AutodiffModule<B>, O, S, U = ()> {
     /// The model.
     pub model: M,
-    /// The model's optimizer.
+    /// The model's optimizer. It stays new if a [`ShardedOptimizer`](crate::ShardedOptimizer) trains the model.
     pub optimizer: O,
     /// The learning rate: a number, or one of burn's schedulers.
     pub scheduler: S,
@@ -182,6 +184,10 @@ pub trait AnyState {
     /// Returns what records the optimizer's state of this moment.
     #[doc(hidden)]
     fn optimizer_record(&self) -> LateRecord;
+
+    /// As `optimizer_record`, of the optimizer that has trained the model: it fails if that is another one.
+    #[doc(hidden)]
+    fn stepped_record(&self) -> LateRecord;
 }
 
 /// Makes a record, on any thread.
@@ -199,8 +205,8 @@ pub type Of<T> = TrainingState<
 impl<B, M, O, S, U> AnyState for TrainingState<B, M, O, S, U>
 where
     B: AutodiffBackend,
-    M: AutodiffModule<B>,
-    O: Optimizer<M, B, Record: 'static>,
+    M: AutodiffModule<B> + 'static,
+    O: Optimizer<M, B> + 'static,
     S: LrScheduler,
     U: Record<B> + Clone,
 {
@@ -219,9 +225,42 @@ where
     }
 
     fn optimizer_record(&self) -> LateRecord {
-        let record = self.optimizer.to_record();
-        Box::new(move || record_compact::<B, _>(record))
+        let optimizer = self.optimizer.clone();
+        Box::new(move || record_compact::<B, _>(optimizer.to_record()))
     }
+
+    fn stepped_record(&self) -> LateRecord {
+        let (optimizer, model, position) = (self.optimizer.clone(), self.model.clone(), (self.epoch, self.batch));
+        Box::new(move || {
+            let record = record_compact::<B, _>(optimizer.to_record())?;
+            if position != (0, 0) && record == NO_STATES && keeps_states(optimizer, model)? {
+                let reason = "the optimizer in the state has made no step, though batches were trained; save the pair \
+                              of the state and the `ShardedOptimizer` that trains its model";
+                return Err(Error::argument(SAVING, reason));
+            }
+            Ok(record)
+        })
+    }
+}
+
+/// The record of an optimizer that has no states: an empty map.
+const NO_STATES: [u8; 1] = [0x80];
+
+/// Whether the optimizer keeps a state for a parameter that it updates: it is tried on the smallest one.
+fn keeps_states<B, M, O>(mut optimizer: O, model: M) -> Result<bool, Error>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+{
+    let parameters = Parameters::<B>::of(&model).1;
+    let elements = |position: &usize| parameters[*position].shape.num_elements();
+    let trained = (0..parameters.len()).filter(|position| parameters[*position].trained && elements(position) > 0);
+    let Some(position) = trained.min_by_key(elements) else { return Ok(false) };
+    let Parameter { shape, device, dtype, .. } = &parameters[position];
+    let gradient = B::InnerBackend::float_zeros(shape.clone(), device, (*dtype).into());
+    optimizer.step(0.0, model, parameters.gradients([(position, gradient)]));
+    Ok(record_compact::<B, _>(optimizer.to_record())? != NO_STATES)
 }
 
 /// What [`Rest::record`] contains: optimizer, scheduler, the user's state, epoch and batch.

@@ -7,9 +7,11 @@ pub mod state;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use bonfire::{Checkpoints, DataParallel, Error, Group, TrainingState};
+use bonfire::{Checkpoints, DataParallel, Error, Group, ShardedOptimizer, Sharding, TrainingState};
 use bonfire_testing::ranks;
-use burn::optim::{AdamConfig, GradientsParams};
+use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
+use burn::lr_scheduler::noam::NoamLrSchedulerConfig;
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
 use state::{B, Contents, Net, contents, start, step};
 
@@ -215,13 +217,101 @@ fn a_set_of_another_model_is_refused() {
 fn a_state_of_another_kind_is_an_error_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     saved(2, 2, folder.path());
+    let schedule = || ExponentialLrSchedulerConfig::new(0.1, 0.8).init().unwrap();
+    macro_rules! refused {
+        ($optimizer:expr, $schedule:expr, $user:expr, $expected:expr) => {
+            ranks(2, |group| {
+                let (model, ddp) = DataParallel::new(group, Net::<B>::new(2)).unwrap();
+                let mut state = TrainingState::new(model, $optimizer, $schedule, $user);
+                let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
+                let error = checkpoints.load(&mut state).unwrap_err();
+                assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+                assert!(error.to_string().contains($expected), "{error}");
+                assert_eq!(state.batch, 0);
+            });
+        };
+    }
+    let user = || (7u64, Vec::<f64>::new());
+    refused!(
+        SgdConfig::new().init(),
+        schedule(),
+        user(),
+        "saved with the optimizer of type `Adam`, and this is the optimizer of type `Sgd`"
+    );
+    refused!(
+        AdamConfig::new().init(),
+        0.1,
+        user(),
+        "saved with the scheduler of type `ExponentialLrScheduler`, and this is the scheduler of type `f64`"
+    );
+    // burn's records of both are bare numbers.
+    refused!(
+        AdamConfig::new().init(),
+        NoamLrSchedulerConfig::new(0.1).init().unwrap(),
+        user(),
+        "saved with the scheduler of type `ExponentialLrScheduler`, and this is the scheduler of type `NoamLrScheduler`"
+    );
+    refused!(
+        AdamConfig::new().init(),
+        schedule(),
+        5u64,
+        "the user's state `user` of type `(u64, Vec<f64>)`, and this is the user's state `user` of type `u64`"
+    );
+}
+
+#[test]
+fn an_optimizer_that_has_made_no_step_is_not_saved() {
+    let folder = tempfile::tempdir().unwrap();
     ranks(2, |group| {
         let (model, ddp) = DataParallel::new(group, Net::<B>::new(2)).unwrap();
-        // A number in place of a schedule and of the user's state.
-        let mut state = TrainingState::new(model, AdamConfig::new().init(), 0.1, 5u64);
-        let error = Checkpoints::new(ddp.group(), folder.path()).unwrap().load(&mut state).unwrap_err().to_string();
-        assert!(error.starts_with("loading a recorded training: "), "{error}");
+        let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
+        let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
+        // An optimizer without states may have made its steps, and at the start none has.
+        let mut stateless = TrainingState::new(model.clone(), Stateless, 0.1, ());
+        stateless.batch = 1;
+        checkpoints.save(&stateless).unwrap();
+        let mut state = TrainingState::new(model, AdamConfig::new().init(), 0.1, ());
+        checkpoints.save(&state).unwrap();
+        let input = || Tensor::<B, 2>::ones([1, 3], &Default::default());
+        let parts = sharded.run(&state.model, [input()], |model, input| (model.forward(input).mean(), 1)).unwrap();
+        sharded.step(0.1, &mut state.model, parts).unwrap();
+        state.batch += 1;
+        let error = checkpoints.save(&state).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("the optimizer in the state has made no step, though batches"), "{error}");
+        checkpoints.save((&state, &sharded)).unwrap();
+        // Loaded without the sharded optimizer, the state's own one has its moments: the pair would lose them.
+        assert!(checkpoints.load(&mut state).unwrap());
+        let error = checkpoints.save((&state, &sharded)).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("the optimizer in the state has states of its own"), "{error}");
+        checkpoints.save(&state).unwrap();
     });
+}
+
+/// An optimizer whose states are nothing.
+#[derive(Clone)]
+struct Stateless;
+
+impl burn::optim::Optimizer<Net<B>, B> for Stateless {
+    type Record = <state::Adaptor as burn::optim::Optimizer<Net<B>, B>>::Record;
+
+    fn step(&mut self, _: f64, module: Net<B>, _: GradientsParams) -> Net<B> {
+        module
+    }
+
+    fn step_multi(&mut self, _: f64, module: Net<B>, _: burn::optim::MultiGradientsParams) -> Net<B> {
+        module
+    }
+
+    fn to_record(&self) -> Self::Record {
+        // An empty map.
+        burn::optim::Optimizer::<Net<B>, B>::to_record(&AdamConfig::new().init::<B, Net<B>>())
+    }
+
+    fn load_record(self, _: Self::Record) -> Self {
+        self
+    }
 }
 
 #[test]

@@ -8,26 +8,32 @@
 //! # Files
 //!
 //! ```text
-//! FOLDER/set-00000012/set.json                the manifest: the set's id, length and checksum of each file
+//! FOLDER/set-00000012/set.json                the manifest: what the set holds, length and checksum of each file
 //!                     rank-0.safetensors      one file for each rank
 //!                     rank-1.safetensors
 //!        .part-4f1c.../                       a set that is being written, or that was interrupted
 //! ```
 //!
 //! The files are safetensors: other programs can read them. A file has ranges of tensors, each as one dimension; the
-//! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH` and
-//! `optimizer/PATH/FIELD`, and `training` is a record of all else.
+//! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH`,
+//! `optimizer/PATH/FIELD` and `scheduler/FIELD`; numbers, such as a count of steps, are tensors without dimensions. The
+//! manifest lists what begins with which name, of which type it was, and epoch and batch.
 //!
 //! # What survives
 //! When [`save`](Checkpoints::save) or [`wait`](Checkpoints::wait) has returned, the files, the entries of their folder
 //! and the folder's own entry were flushed to disk (`fsync`): the set survives a power cut, if the disk keeps what it
 //! has reported as flushed. Before that moment the set before it is the newest one.
 
+mod bytes;
+mod contents;
 mod folder;
 mod format;
+mod model;
 mod own_part;
 mod parts;
+mod scalar;
 mod set;
+mod state;
 
 use std::any::Any;
 use std::fmt;
@@ -38,13 +44,18 @@ use std::time::Duration;
 
 use log::warn;
 
+pub use self::bytes::{from_bytes, to_bytes};
+pub use self::contents::{Contents, Item, Kind, LOADING, argument};
 use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
 pub use self::format::{Dtype, ReadBytes, Sink, width};
 use self::format::{FileId, FileSummary, Manifest};
+pub use self::model::ModelReader;
 pub use self::own_part::OwnPart;
 pub use self::parts::{Parts, describe};
 use self::parts::{Sample, check_samples};
-pub use self::set::{LOADING, SavedTensor, Set, argument};
+pub use self::scalar::Scalar;
+pub use self::set::{SavedTensor, Set};
+pub use self::state::{Field, Fields, LoadedTensor, NOT_ELEMENTWISE, ReadRange, StateTensor, state_name};
 use crate::agree::{all_or_none, lane};
 use bonfire_core::internal::{AgreedOperations, random};
 use bonfire_core::{Error, Group};
@@ -70,8 +81,8 @@ pub struct Checkpoints {
 
 /// What a rank saves. It does not change with the training.
 pub struct Snapshot {
-    /// Completed epochs and batches, which must be the same on all ranks.
-    pub position: (u64, u64),
+    /// What it is, which must be the same on all ranks.
+    pub contents: Contents,
     /// Adds the parts of this rank.
     pub collect: Collect,
 }
@@ -159,7 +170,7 @@ impl Checkpoints {
 
     /// Returns the name of the newest set's folder, and its manifest.
     fn newest(&self) -> Result<Option<(PathBuf, Manifest)>, Error> {
-        let failed = |error| Error::io(format!("{}: reading {}", set::LOADING, self.folder.display()), error);
+        let failed = |error| Error::io(format!("{}: reading {}", LOADING, self.folder.display()), error);
         let Some((path, text)) = newest(&self.folder).map_err(failed)? else { return Ok(None) };
         let manifest = text.map_err(|e| e.to_string()).and_then(|text| Manifest::parse(&text));
         let manifest = manifest.map_err(|reason| set::invalid(&path.join(folder::MANIFEST), &reason))?;
@@ -192,11 +203,11 @@ struct Job {
 impl Job {
     fn run(self) -> Result<(), Error> {
         let Job { lane, folder, keep, snapshot } = self;
-        let (position, collect) = match snapshot {
-            Ok(Snapshot { position, collect }) => (Ok(position), Some(collect)),
+        let (contents, collect) = match snapshot {
+            Ok(Snapshot { contents, collect }) => (Ok(contents), Some(collect)),
             Err(error) => (Err(error), None),
         };
-        check_positions(&lane.all_gather_results(position)?)?;
+        let contents = same_contents(lane.all_gather_results(contents)?)?;
         let leads = lane.rank() == 0;
         let failed = |error| Error::io(format!("{SAVING} in {}", folder.display()), error);
         let draft = match leads {
@@ -210,7 +221,7 @@ impl Job {
         let saved = lane.all_gather_results(written).and_then(|written| {
             let (files, samples): (Vec<_>, Vec<_>) = written.into_iter().unzip();
             check_samples(&samples)?;
-            let manifest = Manifest::new(&draft.id, files);
+            let manifest = Manifest::new(&draft.id, files, contents);
             let committed = if leads { commit(&folder, &draft, &manifest, keep).map_err(failed) } else { Ok(()) };
             lane.all_gather_results(committed).map(drop)
         });
@@ -241,19 +252,26 @@ fn write(
     if let Some(collect) = collect {
         collect(&mut parts)?;
     }
-    let id = FileId { set: &draft.id, rank, world_size };
+    let id = FileId::new(&draft.id, rank, world_size);
     let (parts, samples) = parts.into_list();
     let summary = format::write(&path.join(file_name(rank)), id, parts)?;
     sync(&path).map_err(|e| Error::io(format!("{SAVING}: flushing {}", path.display()), e))?;
     Ok((summary, samples))
 }
 
-/// Fails if the ranks are not at the same epoch and batch.
-fn check_positions(positions: &[(u64, u64)]) -> Result<(), Error> {
-    let Some(rank) = positions.iter().position(|position| *position != positions[0]) else { return Ok(()) };
-    let text = |(epoch, batch): (u64, u64)| format!("epoch {epoch}, batch {batch}");
-    let (first, other) = (text(positions[0]), text(positions[rank]));
-    let reason = format!("rank 0 is at {first}, rank {rank} at {other}; save on all ranks after the same step");
+/// Returns what all ranks save. Fails if they are not at the same epoch and batch, or save different things.
+fn same_contents(mut of_ranks: Vec<Contents>) -> Result<Contents, Error> {
+    let first = of_ranks.swap_remove(0);
+    let Some((rank, other)) = (1..).zip(&of_ranks).find(|(_, contents)| **contents != first) else { return Ok(first) };
+    let position = |contents: &Contents| format!("epoch {}, batch {}", contents.epoch, contents.batch);
+    let items = |contents: &Contents| contents.items.iter().map(Item::to_string).collect::<Vec<_>>().join(", ");
+    let reason = if first.items == other.items {
+        let (first, other) = (position(&first), position(other));
+        format!("rank 0 is at {first}, rank {rank} at {other}; save on all ranks after the same step")
+    } else {
+        let (first, other) = (items(&first), items(other));
+        format!("rank 0 saves {first}, and rank {rank} {other}; save the same on all ranks")
+    };
     Err(Error::argument(SAVING, reason))
 }
 

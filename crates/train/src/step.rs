@@ -235,6 +235,18 @@ impl Outcome {
 }
 
 impl Groups {
+    /// Says how the ranks hold what is sharded, for a checkpoint.
+    pub fn sharding(&self, parts: &str) -> String {
+        let (ranks, replicas) = (self.shards.world_size(), self.replicas.world_size());
+        let of = if replicas > 1 { format!(", {replicas} of each") } else { String::new() };
+        format!("{parts} on {ranks} ranks{of}")
+    }
+
+    /// Returns how many ranks have the same part, and which of them this one is.
+    pub fn replica(&self) -> (usize, usize) {
+        (self.replicas.world_size(), self.replicas.rank())
+    }
+
     /// Replicas of the whole model on the ranks of a group.
     ///
     /// # Errors

@@ -7,35 +7,53 @@ use burn::lr_scheduler::LrScheduler;
 use burn::module::AutodiffModule;
 use burn::optim::Optimizer;
 use burn::record::Record;
+use burn::tensor::Element;
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
-use burn::tensor::{DType, Element};
 use rmpv::Value;
 
-use super::state::{
-    NOT_ELEMENTWISE, RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id,
-};
-use super::{Load, OwnParts, Save, loaded, module, stored};
+use super::state::{RecordedTensor, as_number, encode, join, numbers, of_number, of_parameter, rename, split_by_id};
+use super::{Load, OwnParts, Save, module};
 use crate::train::model::{Parameter, Parameters, rebuild, restore};
-use crate::train::record::{load, load_compact, record};
+use crate::train::record::{load, load_compact, record_compact};
 use crate::train::training_state::{AnyState, LateRecord, Of, TrainingState};
 use bonfire_core::Error;
-use bonfire_train::checkpoint::{Collect, OwnPart, Parts, SAVING, Set, Sink, Snapshot, argument, width};
+use bonfire_train::checkpoint::{
+    Collect, Contents, Field, Fields, Item, Kind, OwnPart, Parts, SAVING, Scalar, Set, Sink, Snapshot, StateTensor,
+    argument, state_name, width,
+};
 
 /// The names of what a set has.
-const MODEL: &str = "model/";
-const AVERAGE: &str = "average/";
-/// The record of scheduler, the user's state, epoch and batch.
-const TRAINING: &str = "training";
-/// The record of an optimizer that has no states by parameter, and the ids in it with the parameters' paths.
-const OPTIMIZER: &str = "optimizer";
+const MODEL: &str = "model";
+const AVERAGE: &str = "average";
+pub(in crate::train) const OPTIMIZER: &str = "optimizer";
+const SCHEDULER: &str = "scheduler";
+const USER: &str = "user";
+/// The ids in the record of an optimizer that has no states by parameter, with the parameters' paths.
 const IDS: &str = "optimizer ids";
+/// In sets of version 1, the record of scheduler, the user's state, epoch and batch.
+const TRAINING: &str = "training";
+
+/// Who can read a record of burn's own form.
+const BURN: &str = "burn 0.21";
+
+/// The form of the user's record. Unless it has tensors, the package for burn 0.22 reads it too.
+const MESSAGE_PACK: &str = "MessagePack";
+
+/// The schedulers of burn whose record is one number, and the name of the number: burn 0.22 records it so.
+const SCHEDULERS: [(&str, &str); 5] = [
+    ("LinearLrScheduler", "remaining_iters"),
+    ("CosineAnnealingLrScheduler", "current_iter"),
+    ("ExponentialLrScheduler", "previous_lr"),
+    ("NoamLrScheduler", "step"),
+    ("StepLrScheduler", "iter_idx"),
+];
 
 /// What [`TRAINING`] is a record of.
 type Rest<B, S, U> = (<S as LrScheduler>::Record<B>, U, (u64, u64));
 
 impl<T: AnyState> Save for &T {
     fn snapshot(self) -> Result<Snapshot, Error> {
-        self.state().snapshot_of(OwnParts::new(), self.optimizer_record())
+        self.state().snapshot_of(OwnParts::new(), self.stepped_record(), None)
     }
 }
 
@@ -60,33 +78,80 @@ where
     U: Record<B> + Clone,
 {
     /// Returns what is to be saved of a state whose model has these parts, and whose optimizer has the state for them.
-    pub(in crate::train) fn snapshot_of(&self, own: OwnParts, optimizer: LateRecord) -> Result<Snapshot, Error> {
+    pub(in crate::train) fn snapshot_of(
+        &self,
+        own: OwnParts,
+        optimizer: LateRecord,
+        sharding: Option<String>,
+    ) -> Result<Snapshot, Error> {
         let (model, parameters) = (own.clone(), Parameters::<B>::of(&self.model).1);
-        let optimizer = move |parts: &mut Parts| collect_optimizer::<B>(optimizer()?, &parameters, &own, parts);
-        self.snapshot_with(&model, Box::new(optimizer))
-    }
-
-    /// Returns what is to be saved, with this in place of the state's optimizer.
-    pub(in crate::train) fn snapshot_with(&self, own: &OwnParts, optimizer: Collect) -> Result<Snapshot, Error> {
-        let position = (self.epoch as u64, self.batch as u64);
-        let rest: Rest<B, S, U> = (self.scheduler.to_record::<B>(), self.user.clone(), position);
-        let rest = record::<B, _>(rest)?;
-        // A running state's last update is pending until `valid`.
-        let mut collect = module::collect(MODEL, &self.model.valid(), own);
-        collect.extend(self.average.iter().flat_map(|average| module::collect(AVERAGE, average, own)));
-        collect.push(Box::new(|parts| parts.add_value(TRAINING.into(), rest)));
-        collect.push(optimizer);
-        let collect = Box::new(|parts: &mut Parts| collect.into_iter().try_for_each(|collect| collect(parts)));
-        Ok(Snapshot { position, collect })
+        let item = Item { sharding, ..optimizer_item::<O>() };
+        let collect = move |parts: &mut Parts| collect_optimizer::<B>(optimizer()?, &parameters, &own, parts);
+        self.snapshot_with(&model, item, Box::new(collect))
     }
 
     /// Reads a state whose model has these parts.
     pub(in crate::train) fn read_of(&self, set: &Set, own: &OwnParts) -> Result<Self, Error> {
         let mut state = self.read_without_optimizer(set, own)?;
         let Some(device) = state.model.devices().first().cloned() else { return Ok(state) };
-        let record = load_optimizer::<B, M>(set, &state.model, own)?;
-        state.optimizer = state.optimizer.load_record(load_compact::<B, O::Record>(record, &device)?);
+        let (item, record) = (optimizer_item::<O>(), load_optimizer::<B, M>(set, &state.model, own)?);
+        set.check(&item)?;
+        let record = load_compact::<B, O::Record>(record, &device).map_err(|error| {
+            argument(format!("the optimizer's state does not fit {item}: {error}; load it into what was saved"))
+        })?;
+        state.optimizer = state.optimizer.load_record(record);
         Ok(state)
+    }
+
+    /// Returns what is to be saved, with this for the optimizer.
+    pub(in crate::train) fn snapshot_with(
+        &self,
+        own: &OwnParts,
+        optimizer: Item,
+        collect_optimizer: Collect,
+    ) -> Result<Snapshot, Error> {
+        let (scheduler, scheduler_record) = self.scheduler_item()?;
+        let mut items = vec![Item::new(MODEL, Kind::Model).of(&of_any_backend::<M, B>())];
+        items[0].sharding.clone_from(&optimizer.sharding.clone().filter(|_| !own.is_empty()));
+        // A running state's last update is pending until `valid`.
+        let mut collect = module::collect(MODEL, &self.model.valid(), own);
+        if let Some(average) = &self.average {
+            items.push(Item { name: AVERAGE.into(), kind: Kind::Average, ..items[0].clone() });
+            collect.extend(module::collect(AVERAGE, average, own));
+        }
+        match (as_number(&scheduler_record), scheduler_field(&scheduler)) {
+            (Some(number), Some(field)) => {
+                let name = format!("{SCHEDULER}/{field}");
+                collect.push(Box::new(move |parts| parts.add_scalar(name, number)));
+            }
+            _ if scheduler.record.is_none() => {}
+            _ => collect.push(Box::new(|parts| parts.add_value(SCHEDULER.into(), scheduler_record))),
+        }
+        let user = Self::user_item();
+        if user.record.is_some() {
+            let record = record_compact::<B, _>(self.user.clone())?;
+            collect.push(Box::new(|parts| parts.add_value(USER.into(), record)));
+        }
+        items.extend([optimizer, scheduler, user]);
+        collect.push(collect_optimizer);
+        let collect = Box::new(|parts: &mut Parts| collect.into_iter().try_for_each(|collect| collect(parts)));
+        let contents = Contents { epoch: self.epoch as u64, batch: self.batch as u64, items };
+        Ok(Snapshot { contents, collect })
+    }
+
+    /// Returns the scheduler as an item, and its record. It has no record of burn's own form if it is nothing or a
+    /// number.
+    fn scheduler_item(&self) -> Result<(Item, Vec<u8>), Error> {
+        let item = Item::new(SCHEDULER, Kind::Scheduler).of(std::any::type_name::<S>());
+        let record = record_compact::<B, _>(self.scheduler.to_record::<B>())?;
+        let is_nothing = record == record_compact::<B, ()>(())?;
+        let is_number = as_number(&record).is_some() && scheduler_field(&item).is_some();
+        Ok((if is_nothing || is_number { item } else { item.record(BURN) }, record))
+    }
+
+    fn user_item() -> Item {
+        let item = Item::new(USER, Kind::User).of(&of_any_backend::<U, B>());
+        if std::any::type_name::<U>() == "()" { item } else { item.record(MESSAGE_PACK) }
     }
 
     /// Reads all but the optimizer's state.
@@ -96,11 +161,20 @@ where
         let Some(device) = model.devices().first().cloned() else {
             return Err(argument("the model has no parameters"));
         };
-        let Some(rest) = set.value(TRAINING)? else { return Err(argument("it has no training")) };
-        let (scheduler, user, position) = load::<B, Rest<B, S, U>>(rest, &device)?;
-        let average = set.names(AVERAGE).next().map(|_| module::load(AVERAGE, model.valid(), set, own));
+        let prefix = format!("{AVERAGE}/");
+        let average = set.names(&prefix).next().map(|_| module::load(AVERAGE, model.valid(), set, own)).transpose()?;
+        let (scheduler, user, position) = match set.contents() {
+            Some(contents) => {
+                let (scheduler, user) = self.read_records(set, &device)?;
+                (scheduler, user, (contents.epoch, contents.batch))
+            }
+            None => {
+                let Some(rest) = set.value(TRAINING)? else { return Err(argument("it has no training")) };
+                load::<B, Rest<B, S, U>>(rest, &device)?
+            }
+        };
         Ok(TrainingState {
-            average: average.transpose()?,
+            average,
             model,
             optimizer: self.optimizer.clone(),
             scheduler: self.scheduler.clone().load_record::<B>(scheduler),
@@ -109,29 +183,74 @@ where
             user,
         })
     }
-}
 
-/// Fails if the optimizer's state in the set is not one by parameter, as that of burn's element-wise optimizers.
-pub(in crate::train) fn has_states(set: &Set) -> Result<(), Error> {
-    match set.tensor(OPTIMIZER) {
-        None => Ok(()),
-        Some(_) => Err(argument("it was saved with an optimizer whose state cannot be sharded")),
+    /// Reads the records of the scheduler and of the user's state.
+    fn read_records(&self, set: &Set, device: &B::Device) -> Result<(S::Record<B>, U), Error> {
+        let (item, own) = self.scheduler_item()?;
+        set.check(&item)?;
+        let lacks = |item: &Item| argument(format!("it has no record of {item}; load it into what was saved"));
+        let field = scheduler_field(&item);
+        set.check_fields(&item, field.as_slice())?;
+        let record = match field {
+            Some(field) => {
+                let number = set.scalar(&format!("{SCHEDULER}/{field}"))?.ok_or_else(|| lacks(&item))?;
+                of_number(like(number, as_number(&own))).map_err(argument)?
+            }
+            None if item.record.is_none() => own,
+            None => set.value(SCHEDULER)?.ok_or_else(|| lacks(&item))?,
+        };
+        let unfit =
+            |item: &Item, error: Error| argument(format!("{item} cannot be read: {error}; load what was saved"));
+        let scheduler = load_compact::<B, S::Record<B>>(record, device).map_err(|error| unfit(&item, error))?;
+        let item = Self::user_item();
+        set.check(&item)?;
+        let user = match item.record {
+            None => self.user.clone(),
+            Some(_) => {
+                let record = set.value(USER)?.ok_or_else(|| lacks(&item))?;
+                load_compact::<B, U>(record, device).map_err(|error| unfit(&item, error))?
+            }
+        };
+        Ok((scheduler, user))
     }
 }
 
-/// Returns the name of a tensor of the optimizer's state for a parameter. Without a field it is that of the skeleton.
-pub(in crate::train) fn state_name(parameter: &str, field: Option<&str>) -> String {
-    let field = field.map(|field| format!("/{field}"));
-    format!("optimizer/{parameter}{}", field.unwrap_or_default())
+/// Returns the name of a type, with `B` for the backend: a set can be loaded on another one.
+fn of_any_backend<T: ?Sized, B: AutodiffBackend>() -> String {
+    let name = std::any::type_name::<T>().replace(std::any::type_name::<B>(), "B");
+    name.replace(std::any::type_name::<B::InnerBackend>(), "B")
+}
+
+/// Returns an optimizer as an item: its kind counts, and not for which model and backend burn's adaptor is.
+pub(in crate::train) fn optimizer_item<O: ?Sized>() -> Item {
+    let name = std::any::type_name::<O>();
+    let name = name.rsplit_once("OptimizerAdaptor<").map_or(name, |(_, inner)| inner);
+    Item::new(OPTIMIZER, Kind::Optimizer).of(name.split(['<', ',']).next().unwrap_or(name))
+}
+
+/// Returns a number of the type of another one: burn 0.22's Noam scheduler counts in floats, 0.21's does not.
+fn like(number: Scalar, own: Option<Scalar>) -> Scalar {
+    match (number, own) {
+        (Scalar::Float(value), Some(Scalar::Int(_) | Scalar::UInt(_))) if value.fract() == 0.0 => {
+            Scalar::Int(value as i64)
+        }
+        _ => number,
+    }
+}
+
+/// Returns the name of the number that is the record of this scheduler.
+fn scheduler_field(scheduler: &Item) -> Option<&'static str> {
+    let found = SCHEDULERS.iter().find(|(of, _)| scheduler.of.as_deref() == Some(of));
+    found.map(|(_, field)| *field)
 }
 
 /// Fails if burn would load the state for this parameter in another float type.
 pub(in crate::train) fn check_state<B: AutodiffBackend>(
     parameter: &Parameter<B>,
-    tensors: &[RecordedTensor],
+    fields: &Fields<RecordedTensor>,
 ) -> Result<(), Error> {
     let own = <B as BackendTypes>::FloatElem::dtype();
-    if parameter.dtype == own || tensors.is_empty() {
+    if parameter.dtype == own || !fields.iter().any(|(_, field)| matches!(field, Field::Tensor(_))) {
         return Ok(());
     }
     let Parameter { path, dtype, .. } = parameter;
@@ -140,6 +259,35 @@ pub(in crate::train) fn check_state<B: AutodiffBackend>(
          backend whose float type is that of the parameters"
     );
     Err(Error::argument(SAVING, reason))
+}
+
+/// Returns the fields of a state as they are saved.
+pub(in crate::train) fn to_save(record: &Arc<Vec<u8>>, fields: Fields<RecordedTensor>) -> Fields<StateTensor> {
+    let field = |field| match field {
+        Field::Scalar(scalar) => Field::Scalar(scalar),
+        Field::Tensor(RecordedTensor { dtype, shape, bytes }) => {
+            let (record, width) = (record.clone(), width(dtype));
+            let read = move |range: Range<usize>, sink: Sink<'_>| {
+                let start = bytes.start + range.start * width;
+                sink(&record[start..start + range.len() * width])
+            };
+            Field::Tensor(StateTensor { dtype, shape, read: Box::new(read) })
+        }
+    };
+    fields.into_iter().map(|(path, value)| (path, field(value))).collect()
+}
+
+/// Returns the state for a parameter in a set, or this rank's part of it, as burn's record.
+pub(in crate::train) fn read_state(set: &Set, parameter: &str, part: Option<&OwnPart>) -> Result<Option<Value>, Error> {
+    let name = state_name(OPTIMIZER, parameter);
+    let invalid = |reason| argument(format!("the optimizer's state for `{parameter}`: {reason}"));
+    let Some(mut fields) = set.state(&name, part)? else { return Ok(None) };
+    if set.contents().is_none() {
+        let skeleton = set.value(&name)?.ok_or_else(|| invalid("a part of it is missing"))?;
+        let numbers = numbers(&skeleton).map_err(invalid)?.into_iter();
+        fields.extend(numbers.map(|(path, number)| (path, Field::Scalar(number))));
+    }
+    join(fields).map(Some).map_err(invalid)
 }
 
 /// Adds the state of an optimizer, which is the same on all ranks for parameters that are.
@@ -153,7 +301,7 @@ fn collect_optimizer<B: AutodiffBackend>(
     let states = split_by_id(&record).map_err(|e| Error::broken(SAVING, format!("the optimizer's state: {e}")))?;
     let of = |id: &str| parameters.iter().find(|parameter| parameter.id.serialize() == id);
     let states: Option<Vec<_>> =
-        states.and_then(|states| states.into_iter().map(|(id, split)| Some((of(&id)?, split))).collect());
+        states.and_then(|states| states.into_iter().map(|(id, fields)| Some((of(&id)?, fields))).collect());
     let Some(states) = states else {
         // State of no known form.
         if !own.is_empty() {
@@ -166,27 +314,20 @@ fn collect_optimizer<B: AutodiffBackend>(
         parts.add_value(IDS.into(), ids)?;
         return parts.add_value(OPTIMIZER.into(), Arc::unwrap_or_clone(record));
     };
-    for (parameter, Split { skeleton, tensors }) in states {
-        check_state(parameter, &tensors)?;
-        parts.add_value(state_name(&parameter.path, None), skeleton)?;
-        for RecordedTensor { path, dtype, shape, bytes } in tensors {
-            let (record, width, name) = (record.clone(), dtype.size(), state_name(&parameter.path, Some(&path)));
-            let dtype = stored(&name, dtype)?;
-            let read = move |range: Range<usize>, sink: Sink<'_>| {
-                let start = bytes.start + range.start * width;
-                sink(&record[start..start + range.len() * width])
-            };
-            match own.get(&parameter.id) {
-                None => parts.add_replicated(name, dtype, &shape, read)?,
-                Some(part) if part.shape == shape => part.add(parts, name, dtype, read)?,
-                Some(_) => {
-                    let reason = format!("the optimizer's state for `{}`: {NOT_ELEMENTWISE}", parameter.path);
-                    return Err(Error::broken(SAVING, reason));
-                }
-            }
-        }
+    for (parameter, fields) in states {
+        check_state(parameter, &fields)?;
+        let name = state_name(OPTIMIZER, &parameter.path);
+        parts.add_state(&name, own.get(&parameter.id), to_save(&record, fields))?;
     }
     Ok(())
+}
+
+/// Fails if the optimizer's state in the set is not one by parameter, as that of burn's element-wise optimizers.
+pub(in crate::train) fn has_states(set: &Set) -> Result<(), Error> {
+    match set.tensor(OPTIMIZER) {
+        None => Ok(()),
+        Some(_) => Err(argument("it was saved with an optimizer whose state cannot be sharded")),
+    }
 }
 
 /// Returns the record of an optimizer of this model, which has these parts.
@@ -211,27 +352,11 @@ fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(
     }
     let mut states = Vec::new();
     for parameter in parameters.iter() {
-        let Some(skeleton) = set.value(&state_name(&parameter.path, None))? else { continue };
-        let part = own.get(&parameter.id);
-        let tensor = |field: &str| read_tensor(set, &state_name(&parameter.path, Some(field)), part);
-        let state = join(&skeleton, tensor, invalid)?;
-        states.push((parameter.id.serialize().into(), of_parameter(state, parameter.shape.num_dims())));
+        if let Some(state) = read_state(set, &parameter.path, own.get(&parameter.id))? {
+            states.push((parameter.id.serialize().into(), of_parameter(state, parameter.shape.num_dims())));
+        }
     }
     encode(&Value::Map(states)).map_err(invalid)
-}
-
-/// Returns a tensor of an optimizer's state, or this rank's part of it.
-fn read_tensor(set: &Set, name: &str, part: Option<&OwnPart>) -> Result<TensorBytes, Error> {
-    let missing = || argument(format!("it has no `{name}`"));
-    let tensor = set.tensor(name).ok_or_else(missing)?;
-    let dtype: DType = loaded(tensor.dtype).ok_or_else(missing)?;
-    match part {
-        None => Ok(TensorBytes { bytes: set.read(name, 0..tensor.elements())?, dtype, shape: tensor.shape.clone() }),
-        Some(part) if tensor.shape == part.whole => {
-            Ok(TensorBytes { bytes: part.read(set, name, width(tensor.dtype))?, dtype, shape: part.shape.clone() })
-        }
-        Some(_) => Err(argument(format!("`{name}`: {NOT_ELEMENTWISE}"))),
-    }
 }
 
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.

@@ -20,7 +20,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         if let Some(error) = groups.main.failure() {
             return Err(error);
         }
-        let replicas = (groups.replicas.world_size(), groups.replicas.rank());
+        let replicas = groups.replica();
         let parts = self.parameters.iter().enumerate().map(|(position, parameter)| {
             let (whole, layout) = (parameter.shape.as_slice(), &self.of.layout);
             (parameter.id, OwnPart::new(whole, layout.shape(position), layout.rank, replicas))
@@ -33,7 +33,8 @@ impl<T: AnyState> Save for (&T, &FullyShardedParallel<T::Backend>) {
     fn snapshot(self) -> Result<Snapshot, Error> {
         let (state, parallel) = self;
         let places = parallel.places(SAVING, &state.state().model)?;
-        state.state().snapshot_of(places, state.optimizer_record())
+        let sharding = parallel.of.groups.sharding("parts");
+        state.state().snapshot_of(places, state.stepped_record(), Some(sharding))
     }
 }
 

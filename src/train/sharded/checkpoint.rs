@@ -3,7 +3,6 @@
 //! It has the names and the shapes of the state of an optimizer that is not sharded, so either loads what the other has
 //! saved. Of what several ranks hold, each writes a part.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use burn::module::AutodiffModule;
@@ -11,16 +10,17 @@ use burn::optim::SimpleOptimizer;
 use burn::record::Record;
 use burn::tensor::backend::AutodiffBackend;
 
-use super::ShardedOptimizer;
+use super::{Sharded, ShardedOptimizer};
 use crate::train::checkpoint::{
-    Load, NOT_ELEMENTWISE, OwnParts, Save, Split, TensorBytes, check_state, encode, has_states, join, loaded, split,
-    state_name, stored,
+    Load, OPTIMIZER, OwnParts, RecordedTensor, Save, check_state, encode, has_states, optimizer_item, read_state,
+    split, split_by_id, to_save,
 };
-use crate::train::model::Parameter;
 use crate::train::record::{load_compact, record_compact};
 use crate::train::training_state::{AnyState, Of};
-use bonfire_core::{Error, partition};
-use bonfire_train::checkpoint::{Parts, SAVING, Set, Sink, Snapshot, argument};
+use bonfire_core::Error;
+use bonfire_train::checkpoint::{
+    Field, Fields, NOT_ELEMENTWISE, OwnPart, Parts, SAVING, Set, Snapshot, argument, state_name,
+};
 
 /// The backend of a state without gradients.
 type Inner<T> = <<T as AnyState>::Backend as AutodiffBackend>::InnerBackend;
@@ -41,31 +41,33 @@ where
         for (position, (parameter, state)) in self.of.parameters.iter().zip(&self.states).enumerate() {
             if let Some(state) = state {
                 let own = self.of.layout.range(position);
-                let (_, Split { tensors, .. }) = split_slice::<B, _>(state.clone(), own.len(), &parameter.path)?;
-                bytes += tensors.len() * own.len() * parameter.element.size();
+                let (_, fields) = split_slice::<B, _>(state.clone(), own.len(), &parameter.path)?;
+                let tensors = fields.iter().filter(|(_, field)| matches!(field, Field::Tensor(_))).count();
+                bytes += tensors * own.len() * parameter.element.size();
             }
         }
         Ok(bytes)
     }
 
+    /// Returns this rank's part of a parameter.
+    fn part(&self, position: usize) -> OwnPart {
+        let Sharded { parameters, layout, groups, .. } = &*self.of;
+        // Ranks that hold the same part have the same index in their blocks.
+        OwnPart::slice(parameters[position].shape.as_slice(), layout.range(position), groups.replica())
+    }
+
     /// Reads the state for this rank's slice of a parameter.
-    fn read_slice(&self, set: &Set, parameter: &Parameter<B>, own: Range<usize>) -> Result<Option<O::State<1>>, Error> {
-        let invalid = |reason: &str| argument(format!("the optimizer's state for `{}`: {reason}", parameter.path));
-        let Some(skeleton) = set.value(&state_name(&parameter.path, None))?.filter(|_| !own.is_empty()) else {
+    fn read_slice(&self, set: &Set, position: usize) -> Result<Option<O::State<1>>, Error> {
+        let parameter = &self.of.parameters[position];
+        if self.of.layout.range(position).is_empty() {
             return Ok(None);
-        };
-        let tensor = |field: &str| {
-            let name = state_name(&parameter.path, Some(field));
-            let tensor = set.tensor(&name).ok_or_else(|| invalid("a part of it is missing"))?;
-            if tensor.shape != parameter.shape.as_slice() {
-                return Err(invalid(NOT_ELEMENTWISE));
-            }
-            let dtype = loaded(tensor.dtype).ok_or_else(|| invalid(NOT_ELEMENTWISE))?;
-            Ok(TensorBytes { bytes: set.read(&name, own.clone())?, dtype, shape: vec![own.len()] })
-        };
-        let state = join(&skeleton, tensor, invalid)?;
-        let record = encode(&state).map_err(invalid)?;
-        load_compact::<B::InnerBackend, _>(record, &parameter.device).map(Some)
+        }
+        let Some(state) = read_state(set, &parameter.path, Some(&self.part(position)))? else { return Ok(None) };
+        let invalid = |reason| argument(format!("the optimizer's state for `{}`: {reason}", parameter.path));
+        let record = encode(&state).map_err(|reason| invalid(reason.to_owned()))?;
+        load_compact::<B::InnerBackend, _>(record, &parameter.device)
+            .map(Some)
+            .map_err(|error| invalid(format!("{error}; load it into the kind of optimizer that was saved")))
     }
 }
 
@@ -80,18 +82,23 @@ where
         if let Some(error) = groups.main.failure() {
             return Err(error);
         }
-        // Ranks that hold the same part have the same index in their blocks.
-        let replicas = (groups.replicas.world_size(), groups.replicas.rank());
         let states = optimizer.of.parameters.iter().zip(&optimizer.states).enumerate();
         let slices = states.filter_map(|(position, (parameter, state))| {
-            Some((optimizer.of.layout.range(position), parameter.clone(), state.clone()?))
+            let len = optimizer.of.layout.range(position).len();
+            Some((optimizer.part(position), len, parameter.clone(), state.clone()?))
         });
-        let slices: Vec<_> = slices.collect();
+        let (slices, replaced): (Vec<_>, _) = (slices.collect(), state.optimizer_record());
         let collect = move |parts: &mut Parts| {
-            let add = |(own, parameter, state)| add_slice(state, own, &parameter, replicas, parts);
-            slices.into_iter().try_for_each(add)
+            check_new(&replaced()?)?;
+            slices.into_iter().try_for_each(|(part, len, parameter, state)| {
+                let (record, fields) = split_slice::<T::Backend, _>(state, len, &parameter.path)?;
+                check_state(&parameter, &fields)?;
+                let name = state_name(OPTIMIZER, &parameter.path);
+                parts.add_state(&name, Some(&part), to_save(&Arc::new(record), fields))
+            })
         };
-        state.state().snapshot_with(&OwnParts::new(), Box::new(collect))
+        let item = optimizer_item::<O>().sharded(groups.sharding("slices"));
+        state.state().snapshot_with(&OwnParts::new(), item, Box::new(collect))
     }
 }
 
@@ -103,13 +110,12 @@ where
     type Loaded = (Of<T>, Vec<Option<O::State<1>>>);
 
     fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
-        let (state, optimizer) = self;
-        let loaded = state.state().read_without_optimizer(set, &OwnParts::new())?;
+        let (state, optimizer) = (self.0.state(), &self.1);
         has_states(set)?;
-        let parameters = optimizer.of.parameters.iter().enumerate();
-        let states = parameters
-            .map(|(position, parameter)| optimizer.read_slice(set, parameter, optimizer.of.layout.range(position)));
-        Ok((loaded, states.collect::<Result<_, _>>()?))
+        set.check(&optimizer_item::<O>())?;
+        let states = (0..optimizer.states.len()).map(|position| optimizer.read_slice(set, position));
+        let states = states.collect::<Result<_, _>>()?;
+        Ok((state.read_without_optimizer(set, &OwnParts::new())?, states))
     }
 
     fn replace(self, (loaded, states): Self::Loaded) {
@@ -120,33 +126,16 @@ where
     }
 }
 
-/// Adds a part of the state of a slice, which several ranks hold.
-fn add_slice<B: AutodiffBackend, R: Record<B::InnerBackend>>(
-    state: R,
-    own: Range<usize>,
-    parameter: &Parameter<B>,
-    (replicas, replica): (usize, usize),
-    parts: &mut Parts,
-) -> Result<(), Error> {
-    let (record, Split { skeleton, tensors }) = split_slice::<B, _>(state, own.len(), &parameter.path)?;
-    check_state(parameter, &tensors)?;
-    let part = partition(own.len(), replicas, replica);
-    let range = own.start + part.start..own.start + part.end;
-    // One rank holds the first element.
-    if range.start == 0 && !range.is_empty() {
-        parts.add_own_value(state_name(&parameter.path, None), skeleton)?;
+/// Fails if the optimizer in the state has states: a set has those of the sharded one instead.
+fn check_new(record: &[u8]) -> Result<(), Error> {
+    match split_by_id(record) {
+        Ok(Some(states)) if !states.is_empty() => {
+            let reason = "the optimizer in the state has states of its own, which the sharded one replaces; load into \
+                          the pair, and train with the sharded optimizer only";
+            Err(Error::argument(SAVING, reason))
+        }
+        _ => Ok(()),
     }
-    let record = Arc::new(record);
-    for tensor in tensors {
-        let (record, width) = (record.clone(), tensor.dtype.size());
-        let start = tensor.bytes.start + part.start * width;
-        let bytes = start..start + part.len() * width;
-        let name = state_name(&parameter.path, Some(&tensor.path));
-        let read = Box::new(move |sink: Sink<'_>| sink(&record[bytes]));
-        let dtype = stored(&name, tensor.dtype)?;
-        parts.add(name, dtype, parameter.shape.as_slice(), range.clone(), read)?;
-    }
-    Ok(())
 }
 
 /// Records the state of a slice of `len` elements, and takes the record apart.
@@ -154,12 +143,13 @@ fn split_slice<B: AutodiffBackend, R: Record<B::InnerBackend>>(
     state: R,
     len: usize,
     path: &str,
-) -> Result<(Vec<u8>, Split), Error> {
+) -> Result<(Vec<u8>, Fields<RecordedTensor>), Error> {
     let broken = |reason: &str| Error::broken(SAVING, format!("the optimizer's state for `{path}`: {reason}"));
     let record = record_compact::<B::InnerBackend, _>(state)?;
-    let split = split(&record).map_err(broken)?;
-    match split.tensors.iter().all(|tensor| tensor.shape == [len]) {
-        true => Ok((record, split)),
-        false => Err(broken(NOT_ELEMENTWISE)),
-    }
+    let fields = split(&record).map_err(broken)?;
+    let is_slice = |(_, field): &(String, Field<RecordedTensor>)| match field {
+        Field::Tensor(tensor) => tensor.shape == [len],
+        Field::Scalar(_) => true,
+    };
+    if fields.iter().all(is_slice) { Ok((record, fields)) } else { Err(broken(NOT_ELEMENTWISE)) }
 }

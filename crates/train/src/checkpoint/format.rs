@@ -14,12 +14,16 @@ use std::path::Path;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
+use super::contents::Contents;
 use bonfire_core::Error;
 
 pub use safetensors::Dtype;
 
 /// Identifies the format and its version.
-const FORMAT: &str = "bonfire checkpoint 1";
+const FORMAT: &str = "bonfire checkpoint 2";
+
+/// The version before, whose manifest does not say what the set holds.
+const FORMAT_1: &str = "bonfire checkpoint 1";
 
 /// The longest header that is read, in bytes: that of safetensors.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -34,6 +38,9 @@ pub(super) struct Manifest {
     /// The id of the set, which is another one in each save.
     pub set: String,
     pub files: Vec<FileSummary>,
+    /// `None` in version 1.
+    #[serde(default)]
+    pub contents: Option<Contents>,
 }
 
 /// What the manifest says about a file.
@@ -45,33 +52,45 @@ pub(super) struct FileSummary {
 }
 
 impl Manifest {
-    pub fn new(set: &str, files: Vec<FileSummary>) -> Manifest {
-        Manifest { format: FORMAT.into(), set: set.into(), files }
+    pub fn new(set: &str, files: Vec<FileSummary>, contents: Contents) -> Manifest {
+        Manifest { format: FORMAT.into(), set: set.into(), files, contents: Some(contents) }
     }
 
-    /// Reads a manifest of this version. Its contents are compared with those of the files later.
+    /// Reads a manifest. Its summaries are compared with the files later.
     pub fn parse(text: &str) -> Result<Manifest, String> {
         let manifest: Manifest = serde_json::from_str(text).map_err(|e| format!("it is no manifest: {e}"))?;
-        match manifest.format == FORMAT && !manifest.files.is_empty() {
+        let version = if manifest.contents.is_some() { FORMAT } else { FORMAT_1 };
+        match manifest.format == version && !manifest.files.is_empty() {
             true => Ok(manifest),
-            false => Err(format!("it is a `{}`, and this version reads `{FORMAT}`", manifest.format)),
+            false => Err(format!("it is a `{}`, and this version reads `{FORMAT}` and `{FORMAT_1}`", manifest.format)),
         }
+    }
+
+    /// Returns which file of the set that of a rank is.
+    pub fn file_id(&self, rank: usize) -> FileId<'_> {
+        FileId { format: &self.format, set: &self.set, rank, world_size: self.files.len() }
     }
 }
 
 /// Which file of which set a file is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FileId<'a> {
+    format: &'a str,
     pub set: &'a str,
     pub rank: usize,
     pub world_size: usize,
 }
 
-impl FileId<'_> {
+impl<'a> FileId<'a> {
+    /// Returns the id of a file that is to be written.
+    pub fn new(set: &'a str, rank: usize, world_size: usize) -> FileId<'a> {
+        FileId { format: FORMAT, set, rank, world_size }
+    }
+
     fn metadata(&self, ranges: String) -> HashMap<String, String> {
-        let FileId { set, rank, world_size } = self;
+        let FileId { format, set, rank, world_size } = self;
         let (rank, world_size) = (rank.to_string(), world_size.to_string());
-        let fields = [("format", FORMAT.into()), ("set", (*set).into()), ("rank", rank), ("world_size", world_size)];
+        let fields = [("format", (*format).into()), ("set", (*set).into()), ("rank", rank), ("world_size", world_size)];
         fields.into_iter().chain([("ranges", ranges)]).map(|(key, value)| (key.into(), value)).collect()
     }
 }
@@ -131,9 +150,22 @@ pub(super) fn elements(shape: &[usize]) -> Option<usize> {
 }
 
 /// Writes a file, and flushes it to disk.
-pub(super) fn write(path: &Path, id: FileId<'_>, mut parts: Vec<Part>) -> Result<FileSummary, Error> {
-    let operation = || format!("writing {}", path.display());
-    let failed = |error| Error::io(operation(), error);
+pub(super) fn write(path: &Path, id: FileId<'_>, parts: Vec<Part>) -> Result<FileSummary, Error> {
+    let operation = format!("writing {}", path.display());
+    let mut file = File::create_new(path).map_err(|error| Error::io(&operation, error))?;
+    let summary = write_to(&mut file, &operation, id, parts)?;
+    file.sync_all().map_err(|error| Error::io(&operation, error))?;
+    Ok(summary)
+}
+
+/// Writes what belongs into a file. Errors name the operation.
+pub(super) fn write_to(
+    mut file: impl Write + Seek,
+    operation: &str,
+    id: FileId<'_>,
+    mut parts: Vec<Part>,
+) -> Result<FileSummary, Error> {
+    let failed = |error| Error::io(operation, error);
     // Wide elements first, so that all are aligned for programs that map the file.
     parts.sort_by_key(|part| std::cmp::Reverse(width(part.dtype)));
     let mut end = 0;
@@ -144,9 +176,8 @@ pub(super) fn write(path: &Path, id: FileId<'_>, mut parts: Vec<Part>) -> Result
         StoredRange { name, dtype: *dtype, shape, range, offset, crc32: 0 }
     });
     let mut ranges: Vec<_> = ranges.collect();
-    let mut header = encode_header(id, &ranges).map_err(|e| Error::broken(operation(), e))?;
+    let mut header = encode_header(id, &ranges).map_err(|e| Error::broken(operation, e))?;
     let len = header.len();
-    let mut file = File::create_new(path).map_err(failed)?;
     file.write_all(&header).map_err(failed)?;
     for (part, range) in parts.into_iter().zip(&mut ranges) {
         let (mut checksum, mut len) = (crc32fast::Hasher::new(), 0);
@@ -158,17 +189,16 @@ pub(super) fn write(path: &Path, id: FileId<'_>, mut parts: Vec<Part>) -> Result
             })
         })?;
         if len != range.range.len() * width(range.dtype) {
-            return Err(Error::broken(operation(), format!("`{}` has changed its size", range.name)));
+            return Err(Error::broken(operation, format!("`{}` has changed its size", range.name)));
         }
         range.crc32 = checksum.finalize();
     }
     // Now with the checksums.
-    header = encode_header(id, &ranges).map_err(|e| Error::broken(operation(), e))?;
+    header = encode_header(id, &ranges).map_err(|e| Error::broken(operation, e))?;
     if header.len() != len {
-        return Err(Error::broken(operation(), "the header has changed its size"));
+        return Err(Error::broken(operation, "the header has changed its size"));
     }
     file.seek(SeekFrom::Start(0)).and_then(|_| file.write_all(&header)).map_err(failed)?;
-    file.sync_all().map_err(failed)?;
     Ok(FileSummary { bytes: len as u64 + end, header_crc32: crc32fast::hash(&header) })
 }
 

@@ -1,4 +1,4 @@
-//! A model of parts in a set: what a rank has of each parameter.
+//! What a rank has of a parameter, in a set.
 //!
 //! Parts are saved under the names and the shapes of whole parameters, so a set says nothing about how it was sharded.
 
@@ -9,7 +9,7 @@ use super::parts::Parts;
 use super::set::Set;
 use bonfire_core::{Error, partition};
 
-/// This rank's part of a parameter: rows of its first dimension, with zeros behind the last row as padding.
+/// This rank's part of a parameter: a range of its elements, with zeros behind the last one as padding.
 #[derive(Clone, Debug)]
 pub struct OwnPart {
     /// The shape of the whole parameter.
@@ -23,15 +23,29 @@ pub struct OwnPart {
 }
 
 impl OwnPart {
-    /// Returns the part at `index` among parts of this shape. Of the `replicas` ranks that have the same part, each
-    /// saves a share.
+    /// Returns the part at `index` among parts of this shape, which are rows of the first dimension. Of the `replicas`
+    /// ranks that have the same part, each saves a share.
     pub fn new(whole: &[usize], shape: &[usize], index: usize, (replicas, replica): (usize, usize)) -> OwnPart {
         let [len, part_len] = [whole, shape].map(|shape| shape.iter().product::<usize>());
         let start = (index * part_len).min(len);
-        let range = start..(start + part_len).min(len);
+        OwnPart::of(whole, shape, start..(start + part_len).min(len), (replicas, replica))
+    }
+
+    /// Returns a part of one dimension, without padding. Of the `replicas` ranks that have the same part, each saves a
+    /// share.
+    pub fn slice(whole: &[usize], range: Range<usize>, replicas: (usize, usize)) -> OwnPart {
+        OwnPart::of(whole, &[range.len()], range, replicas)
+    }
+
+    fn of(whole: &[usize], shape: &[usize], range: Range<usize>, (replicas, replica): (usize, usize)) -> OwnPart {
         let share = partition(range.len(), replicas, replica);
-        let saved = start + share.start..start + share.end;
+        let saved = range.start + share.start..range.start + share.end;
         OwnPart { whole: whole.to_vec(), shape: shape.to_vec(), range, saved }
+    }
+
+    /// Whether this rank saves what is not in parts. One of all ranks does.
+    pub(super) fn leads(&self) -> bool {
+        self.saved.start == 0 && !self.saved.is_empty()
     }
 
     /// Adds this rank's share of a tensor of the part's shape. `read` passes the bytes of a range of the part on.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::SAVING;
 use super::format::{Dtype, Part, ReadBytes, Sink, elements, width};
+use super::scalar::Scalar;
 use crate::parameters::digest;
 use bonfire_core::{Error, partition};
 
@@ -36,6 +37,10 @@ impl Parts {
     /// The parts of a rank that has added none.
     pub fn new(rank: usize, world_size: usize) -> Parts {
         Parts { rank, world_size, names: HashSet::new(), list: Vec::new(), samples: Vec::new() }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
     }
 
     pub(super) fn into_list(mut self) -> (Vec<Part>, Vec<Sample>) {
@@ -109,11 +114,28 @@ impl Parts {
         }
     }
 
+    /// Adds a number that is the same on all ranks: rank 0's is saved.
+    ///
+    /// # Errors
+    /// Those of [`add`](Self::add).
+    pub fn add_scalar(&mut self, name: String, scalar: Scalar) -> Result<(), Error> {
+        match self.rank {
+            0 => self.add_own_scalar(name, scalar),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds a number that only this rank adds.
+    pub(super) fn add_own_scalar(&mut self, name: String, scalar: Scalar) -> Result<(), Error> {
+        let (dtype, bytes) = scalar.to_bytes();
+        self.add(name, dtype, &[], 0..1, Box::new(move |sink| sink(&bytes)))
+    }
+
     /// Adds a value that only this rank adds.
     ///
     /// # Errors
     /// Those of [`add`](Self::add).
-    pub fn add_own_value(&mut self, name: String, bytes: Vec<u8>) -> Result<(), Error> {
+    pub(super) fn add_own_value(&mut self, name: String, bytes: Vec<u8>) -> Result<(), Error> {
         self.add(name, Dtype::U8, &[bytes.len()], 0..bytes.len(), Box::new(move |sink| sink(&bytes)))
     }
 }

@@ -6,16 +6,54 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::contents::{Contents, Item, LOADING, argument};
 use super::folder::file_name;
-use super::format::{Dtype, FileId, Manifest, StoredRange, check_id, elements, parse_header, read_header, width};
+use super::format::{Dtype, Manifest, StoredRange, check_id, elements, parse_header, read_header, width};
 use super::parts::describe;
+use super::scalar::Scalar;
 use bonfire_core::Error;
 
 /// An open set.
 pub struct Set {
-    /// The files by rank, and where their data begin.
-    files: Vec<(PathBuf, File, u64)>,
+    /// The files by rank.
+    files: Vec<Source>,
     tensors: BTreeMap<String, SavedTensor>,
+    contents: Option<Contents>,
+}
+
+/// Where the ranges of a rank are.
+struct Source {
+    path: PathBuf,
+    file: Data,
+    /// Where the data begin, behind the header.
+    data: u64,
+}
+
+/// A file, or its bytes.
+pub(super) enum Data {
+    File(File),
+    Memory(Vec<u8>),
+}
+
+impl Data {
+    fn len(&self) -> io::Result<u64> {
+        match self {
+            Data::File(file) => Ok(file.metadata()?.len()),
+            Data::Memory(bytes) => Ok(bytes.len() as u64),
+        }
+    }
+
+    /// Reads from this place on.
+    fn at(&self, offset: u64) -> io::Result<Box<dyn Read + '_>> {
+        match self {
+            Data::File(file) => {
+                let mut file: &File = file;
+                file.seek(SeekFrom::Start(offset))?;
+                Ok(Box::new(file))
+            }
+            Data::Memory(bytes) => Ok(Box::new(bytes.get(offset as usize..).unwrap_or_default())),
+        }
+    }
 }
 
 /// A tensor of a set.
@@ -38,7 +76,16 @@ impl SavedTensor {
 impl Set {
     /// Opens the files of a set, and checks that they are those of its manifest and have all elements of all tensors.
     pub(super) fn open(folder: &Path, manifest: &Manifest) -> Result<Set, Error> {
-        let mut set = Set { files: Vec::new(), tensors: BTreeMap::new() };
+        Set::open_with(folder, manifest, |path| File::open(path).map(Data::File))
+    }
+
+    /// As [`open`](Self::open), with the files that `open` returns for their paths.
+    pub(super) fn open_with(
+        folder: &Path,
+        manifest: &Manifest,
+        mut open: impl FnMut(&Path) -> io::Result<Data>,
+    ) -> Result<Set, Error> {
+        let mut set = Set { files: Vec::new(), tensors: BTreeMap::new(), contents: manifest.contents.clone() };
         for (rank, summary) in manifest.files.iter().enumerate() {
             let path = folder.join(file_name(rank));
             let broken = |reason: &str| invalid(&path, reason);
@@ -47,10 +94,10 @@ impl Set {
                 io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof => broken(&error.to_string()),
                 _ => Error::io(format!("{LOADING}: opening {}", path.display()), error),
             };
-            let file = File::open(&path).map_err(failed)?;
-            let bytes = file.metadata().map_err(failed)?.len();
-            let header = read_header(&file, bytes).map_err(failed)?;
-            let id = FileId { set: &manifest.set, rank, world_size: manifest.files.len() };
+            let file = open(&path).map_err(failed)?;
+            let bytes = file.len().map_err(failed)?;
+            let header = file.at(0).and_then(|file| read_header(file, bytes)).map_err(failed)?;
+            let id = manifest.file_id(rank);
             check_id(&header, id).map_err(|reason| broken(&reason))?;
             if bytes != summary.bytes {
                 return Err(broken(&format!("it has {bytes} bytes instead of {}: it is truncated", summary.bytes)));
@@ -61,7 +108,7 @@ impl Set {
             for range in parse_header(&header, bytes, id).map_err(|reason| broken(&reason))? {
                 set.add(rank, range).map_err(|reason| broken(&reason))?;
             }
-            set.files.push((path, file, header.len() as u64));
+            set.files.push(Source { path, file, data: header.len() as u64 });
         }
         for (name, tensor) in &mut set.tensors {
             tensor.ranges.sort_by_key(|(_, range)| range.range.start);
@@ -88,6 +135,42 @@ impl Set {
         }
         tensor.ranges.push((file, range));
         Ok(())
+    }
+
+    /// Returns what the set holds. A set of version 1 does not say it.
+    pub fn contents(&self) -> Option<&Contents> {
+        self.contents.as_ref()
+    }
+
+    /// Fails if the set does not hold this item, but another one. A set of version 1 does not say it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], which names both.
+    pub fn check(&self, own: &Item) -> Result<(), Error> {
+        let Some(contents) = &self.contents else { return Ok(()) };
+        own.check(contents.items.iter().find(|item| item.name == own.name))
+    }
+
+    /// Fails if an item has other fields in the set than these. A set of version 1 does not say it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], which names both.
+    pub fn check_fields(&self, own: &Item, fields: &[impl AsRef<str>]) -> Result<(), Error> {
+        let prefix = format!("{}/", own.name);
+        let mut saved: Vec<&str> = self.names(&prefix).map(|(field, _)| field).collect();
+        let mut fields: Vec<&str> = fields.iter().map(AsRef::as_ref).collect();
+        saved.sort_unstable();
+        fields.sort_unstable();
+        if self.contents.is_none() || saved == fields {
+            return Ok(());
+        }
+        let text =
+            |fields: &[&str]| if fields.is_empty() { "nothing".into() } else { format!("`{}`", fields.join("`, `")) };
+        let (saved, fields) = (text(&saved), text(&fields));
+        Err(argument(format!(
+            "it has {saved} of {own}, which now has {fields}: another one was saved; load it into what was saved, or \
+             give another folder"
+        )))
     }
 
     /// Returns the tensors whose names begin with `prefix`, in order, without the prefix.
@@ -123,29 +206,27 @@ impl Set {
         Ok(bytes)
     }
 
+    /// Returns a number, if the set has it.
+    pub fn scalar(&self, name: &str) -> Result<Option<Scalar>, Error> {
+        let Some(tensor) = self.tensor(name).filter(|tensor| tensor.shape.is_empty()) else { return Ok(None) };
+        Ok(Scalar::from_bytes(tensor.dtype, &self.read(name, 0..1)?))
+    }
+
     /// Returns a small value, if the set has it.
     pub fn value(&self, name: &str) -> Result<Option<Vec<u8>>, Error> {
         self.tensor(name).map(|tensor| self.read(name, 0..tensor.elements())).transpose()
     }
 
     fn read_stored(&self, file: usize, stored: &StoredRange, width: usize) -> Result<Vec<u8>, Error> {
-        let (path, mut file, data) = (&self.files[file].0, &self.files[file].1, self.files[file].2);
+        let Source { path, file, data } = &self.files[file];
         let mut bytes = vec![0; stored.range.len() * width];
-        let read = file.seek(SeekFrom::Start(data + stored.offset)).and_then(|_| file.read_exact(&mut bytes));
+        let read = file.at(data + stored.offset).and_then(|mut file| file.read_exact(&mut bytes));
         read.map_err(|e| Error::io(format!("{LOADING}: reading {}", path.display()), e))?;
         match crc32fast::hash(&bytes) == stored.crc32 {
             true => Ok(bytes),
             false => Err(invalid(path, &format!("its part of `{}` is damaged", stored.name))),
         }
     }
-}
-
-/// What errors of a load name.
-pub const LOADING: &str = "loading a checkpoint";
-
-/// Refuses a set or the request for it.
-pub fn argument(reason: impl Into<String>) -> Error {
-    Error::argument(LOADING, reason)
 }
 
 /// Refuses a file of a set.
@@ -161,7 +242,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::checkpoint::format::{FileSummary, Part, write};
+    use crate::checkpoint::contents::Kind;
+    use crate::checkpoint::format::{FileId, FileSummary, Part, write};
     use bonfire_core::partition;
 
     const SET: &str = "0123456789abcdef";
@@ -172,14 +254,19 @@ mod tests {
         Part { name: name.into(), dtype: Dtype::U8, shape: vec![len], range, read: Box::new(move |sink| sink(&bytes)) }
     }
 
+    fn manifest(files: Vec<FileSummary>) -> Manifest {
+        let items = vec![Item::new("model", Kind::Model).of("Net"), Item::new("user", Kind::User).record("burn 0.21")];
+        Manifest::new(SET, files, Contents { epoch: 3, batch: 14, items })
+    }
+
     /// Writes the files of a set, and opens it.
     fn open(folder: &Path, files: Vec<Vec<Part>>) -> Result<Set, Error> {
         let world_size = files.len();
         let summaries = files
             .into_iter()
             .enumerate()
-            .map(|(rank, parts)| write(&folder.join(file_name(rank)), FileId { set: SET, rank, world_size }, parts));
-        Set::open(folder, &Manifest::new(SET, summaries.collect::<Result<_, _>>()?))
+            .map(|(rank, parts)| write(&folder.join(file_name(rank)), FileId::new(SET, rank, world_size), parts));
+        Set::open(folder, &manifest(summaries.collect::<Result<_, _>>()?))
     }
 
     proptest! {
@@ -229,7 +316,7 @@ mod tests {
             std::fs::write(folder.path().join(file_name(0)), bytes).unwrap();
             // A manifest that agrees with any header.
             let header_crc32 = read_header(bytes, bytes.len() as u64).map_or(0, |header| crc32fast::hash(&header));
-            let manifest = Manifest::new(SET, vec![FileSummary { bytes: bytes.len() as u64, header_crc32 }]);
+            let manifest = manifest(vec![FileSummary { bytes: bytes.len() as u64, header_crc32 }]);
             let Ok(set) = Set::open(folder.path(), &manifest) else { return false };
             // Data that were changed have another checksum.
             for (name, tensor) in set.names("") {
@@ -242,8 +329,11 @@ mod tests {
     #[test]
     fn fuzz_manifests() {
         let summary = FileSummary { bytes: 1000, header_crc32: 7 };
-        let seed = serde_json::to_vec_pretty(&Manifest::new(SET, vec![summary; 2])).unwrap();
-        bonfire_testing::fuzz::fuzz("checkpoint-manifest", [seed], |bytes| {
+        let seed = serde_json::to_vec_pretty(&manifest(vec![summary; 2])).unwrap();
+        let old = br#"{"format":"bonfire checkpoint 1","set":"01","files":[{"bytes":9,"header_crc32":7}]}"#;
+        let seeds = [seed, old.to_vec()];
+        assert!(seeds.iter().all(|seed| Manifest::parse(std::str::from_utf8(seed).unwrap()).is_ok()));
+        bonfire_testing::fuzz::fuzz("checkpoint-manifest", seeds, |bytes| {
             std::str::from_utf8(bytes).is_ok_and(|text| Manifest::parse(text).is_ok())
         });
     }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use bonfire_core::{Error, Group};
-use bonfire_train::checkpoint::{Dtype, OwnPart, Parts, Set, Snapshot};
+use bonfire_train::checkpoint::{Contents, Dtype, OwnPart, Parts, Set, Snapshot};
 use bonfire_train::gather::GatherSteps;
 use bonfire_train::lane::Tensor;
 use bonfire_train::parameters::Parameter;
@@ -227,7 +227,8 @@ impl Sharded {
                 own.add(parts, parameter.path.clone(), Dtype::F32, move |range, sink| sink(cast_slice(&part[range])))
             })
         };
-        Ok(Snapshot { position: (0, 0), collect: Box::new(collect) })
+        let contents = Contents { epoch: 0, batch: 0, items: Vec::new() };
+        Ok(Snapshot { contents, collect: Box::new(collect) })
     }
 }
 
