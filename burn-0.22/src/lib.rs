@@ -6,12 +6,13 @@
 //! | train a model on several ranks | [`DataParallel`] |
 //! | shard the state of the optimizer (ZeRO-1) | [`ShardedOptimizer`] |
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`FullyShardedParallel`] |
+//! | save and resume a training, on any number of ranks | [`Checkpoints`], [`TrainingState`] |
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
 //! | exchange numbers | [`Group`] |
 //!
-//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: checkpoints,
-//! operations on tensors, and collective devices.
+//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: operations
+//! on tensors, and collective devices.
 //!
 //! # Features
 //! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Gradients go through host memory on all of them.
@@ -31,6 +32,6 @@ pub use bonfire_core::{
 #[cfg(unix)]
 pub use bonfire_core::{Secret, TransportKind, yscv};
 pub use train::{
-    DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
-    SyncBatchNorm, SyncBatchNormConfig,
+    Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
+    Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
 };

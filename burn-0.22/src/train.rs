@@ -25,15 +25,18 @@
 
 mod adapter;
 mod batch_norm;
+pub mod checkpoint;
 mod data_parallel;
 mod fully_sharded;
 mod model;
 mod parts;
 mod pass;
 mod replicas;
+mod resume;
 mod sharded;
 mod sharded_block;
 mod slices;
+mod training_state;
 mod verify;
 mod walk;
 
@@ -42,9 +45,11 @@ pub use bonfire_train::step::layers::attempt;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding};
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
+pub use self::checkpoint::Checkpoints;
 pub use self::data_parallel::DataParallel;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
 pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;
+pub use self::training_state::TrainingState;

@@ -1,6 +1,7 @@
 //! Fully sharded data parallelism (ZeRO-3, and ZeRO-2 by option): every rank keeps a part of each parameter, of its
 //! gradient, and of its optimizer state.
 
+mod checkpoint;
 mod model;
 
 use std::fmt;

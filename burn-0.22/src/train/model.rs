@@ -6,6 +6,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::vec::IntoIter;
 
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor, TensorMetadata};
 use burn::module::{Module, Param, ParamId, Parameter as Value};
 use burn::optim::GradientsParams;
@@ -33,6 +34,16 @@ pub(super) struct Parameter {
     /// The block that contains it: see [`ShardedBlock`](super::ShardedBlock).
     pub block: usize,
     gradient: GradientOf,
+}
+
+impl Parameter {
+    /// Returns a gradient of zeros for it.
+    pub fn zero_gradient(&self) -> GradientsParams {
+        let mut gradients = GradientsParams::new();
+        let zeros = Dispatch::float_zeros(self.shape.clone(), &self.spec.device, self.spec.dtype.into());
+        (self.gradient.put)(&mut gradients, self.id, zeros);
+        gradients
+    }
 }
 
 /// Access to the gradients of parameters with one number of dimensions, which is a part of their type.
@@ -267,14 +278,20 @@ impl Visit for Collector {
 /// Returns the model with `root`'s values in all parameters, and with running states and leaves of its own. Clones of a
 /// model share them, so threads that train clones would lock each other out of burn's backward pass.
 pub(super) fn broadcast_parameters<M: Module>(group: &Group, model: M, root: usize) -> Result<M, Error> {
-    let strategies = visit(&model, Strategies(Vec::new()));
     let mut receive = Receive { source: (group, root), failure: None };
-    let model = map(model.valid(), &mut receive);
+    let model = with_values(model, &mut receive);
     match receive.failure {
         // The others may be waiting for a value of this rank.
         Some(error) => Err(group.abandon(error)),
-        None => Ok(map(model.train(), &mut Checkpointed(strategies.0.into_iter()))),
+        None => Ok(model),
     }
+}
+
+/// Returns the model with values that `values` gives it without autodiff, and with running states and leaves of its
+/// own.
+pub(super) fn with_values<M: Module>(model: M, values: &mut impl Map) -> M {
+    let strategies = visit(&model, Strategies(Vec::new()));
+    map(map(model.valid(), values).train(), &mut Checkpointed(strategies.0.into_iter()))
 }
 
 /// The checkpointing strategies of parameters, in visiting order. `train` sets burn's default.
@@ -292,7 +309,7 @@ impl Visit for Strategies {
 struct Checkpointed(IntoIter<Option<GradientCheckpointingStrategy>>);
 
 impl Map for Checkpointed {
-    fn parameter<const D: usize, K: Kind>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    fn parameter<const D: usize, K: Kind>(&mut self, _: &Place, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
     where
         Tensor<D, K>: Value,
     {
@@ -310,7 +327,7 @@ struct Receive<'a> {
 }
 
 impl Map for Receive<'_> {
-    fn parameter<const D: usize, K: Kind>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    fn parameter<const D: usize, K: Kind>(&mut self, _: &Place, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
     where
         Tensor<D, K>: Value,
     {

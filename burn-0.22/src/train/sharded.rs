@@ -5,6 +5,8 @@
 //!
 //! A parameter without a gradient is left out, as burn's optimizers do, so that counts of steps are right.
 
+mod checkpoint;
+
 use std::fmt;
 use std::sync::Arc;
 

@@ -41,6 +41,15 @@ impl Place {
     pub fn path(&self) -> String {
         self.names.join(".")
     }
+
+    fn enter(&mut self, name: &str, container: &str) {
+        self.names.push(name.into());
+        self.blocks.enter(container);
+    }
+
+    fn exit(&mut self) {
+        self.names.pop();
+    }
 }
 
 /// What is done with each parameter of a model.
@@ -52,7 +61,7 @@ pub(super) trait Visit {
 
 /// What each parameter of a model becomes.
 pub(super) trait Map {
-    fn parameter<const D: usize, K: Kind>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    fn parameter<const D: usize, K: Kind>(&mut self, place: &Place, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
     where
         Tensor<D, K>: Parameter;
 }
@@ -66,19 +75,18 @@ pub(super) fn visit<M: Module, V: Visit>(model: &M, visitor: V) -> V {
 
 /// Maps all parameters.
 pub(super) fn map<M: Module>(model: M, map: &mut impl Map) -> M {
-    model.map(&mut Mapper(map))
+    model.map(&mut Mapper(Place::default(), map))
 }
 
 struct Visitor<V>(Place, V);
 
 impl<V: Visit> ModuleVisitor for Visitor<V> {
     fn enter_module(&mut self, name: &str, container: &str) {
-        self.0.names.push(name.into());
-        self.0.blocks.enter(container);
+        self.0.enter(name, container);
     }
 
     fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.0.names.pop();
+        self.0.exit();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -94,19 +102,27 @@ impl<V: Visit> ModuleVisitor for Visitor<V> {
     }
 }
 
-struct Mapper<W>(W);
+struct Mapper<W>(Place, W);
 
 impl<W: Map> ModuleMapper for Mapper<&mut W> {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.0.enter(name, container);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.0.exit();
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.0.parameter::<D, Float>(param)
+        self.1.parameter::<D, Float>(&self.0, param)
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        self.0.parameter::<D, Int>(param)
+        self.1.parameter::<D, Int>(&self.0, param)
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        self.0.parameter::<D, Bool>(param)
+        self.1.parameter::<D, Bool>(&self.0, param)
     }
 }
 

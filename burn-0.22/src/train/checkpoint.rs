@@ -1,0 +1,232 @@
+//! Checkpoints that any number of ranks can load.
+//!
+//! Every rank writes its own part of the training: one `n`th of what is the same on all ranks, and its own part of what
+//! is sharded. The files of all ranks are a *set*, in a folder of its own. A set becomes valid at once, when all of it
+//! is on disk: a rank that is killed, a full disk or a power cut leaves the set before it. [`Checkpoints`] is a folder
+//! of sets.
+//!
+//! ```
+//! use bonfire::{Checkpoints, DataParallel, Group, ShardedSampler, TrainingState};
+//! # use burn::nn::LinearConfig;
+//! # use burn::optim::AdamConfig;
+//! # use burn::tensor::{Device, Tensor};
+//!
+//! fn train(group: Group, folder: std::path::PathBuf) -> Result<usize, bonfire::Error> {
+//!     let device = Device::flex().autodiff();
+//!     let (model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init(&device))?;
+//!     let mut state = TrainingState::new(model, AdamConfig::new().init(), 1e-3, ());
+//!     let mut checkpoints = Checkpoints::new(ddp.group(), folder)?;
+//!     checkpoints.load(&mut state)?;                      // goes on from the newest set, if there is one
+//!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
+//!     for shard in sampler.epoch(state.epoch).skip(state.batch).take(4) {
+//!         let input = Tensor::<2>::ones([shard.len(), 2], &device);
+//!         let gradients = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
+//!         state.step(gradients);
+//!         if state.batch.is_multiple_of(2) {
+//!             checkpoints.save_in_background(&state)?;    // training goes on while it is written
+//!         }
+//!     }
+//!     checkpoints.wait()?;
+//!     Ok(state.batch)
+//! }
+//!
+//! let folder = tempfile::tempdir().expect("a folder");
+//! for (ranks, batch) in [(3, 4), (2, 7)] {                // two ranks go on where three have ended
+//!     let path = folder.path().to_path_buf();
+//!     let batches = bonfire::launch::run(Group::threads(ranks)?, move |group| train(group, path.clone()))?;
+//!     assert!(batches.iter().all(|ended| *ended == batch));
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! What can be saved is a [`TrainingState`](crate::TrainingState), whose optimizer may be a
+//! [`ShardedOptimizer`](crate::ShardedOptimizer), and a pair of a state and the
+//! [`FullyShardedParallel`](crate::FullyShardedParallel) that trains its model. A set can be loaded into any of them,
+//! whichever has saved it, and by the package for burn 0.21. It says what it holds, so loading it into another kind of
+//! scheduler, or another type of the user's state, is an error that names both.
+//! [`bonfire_train::checkpoint`] has the format of the files, and says what survives a crash.
+
+mod module;
+mod optimizer;
+mod training;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use burn::module::ParamId;
+use burn::tensor::{BoolStore, DType, Tensor};
+
+use super::walk::Kind;
+use bonfire_core::{Error, Group};
+use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
+
+pub(super) use self::optimizer::has_states;
+pub(super) use self::training::OwnState;
+
+/// A folder with the checkpoints of a training. Each rank of a group has one.
+///
+/// All ranks make the same calls in the same order, and get the same errors. Communication is on a group of its own, so
+/// a save in the background does not disturb that of the training. After [`DataParallel::shrink`] make a new one.
+///
+/// See the [module](self) for a training loop, for the files, and for what survives a crash or a power cut.
+///
+/// [`DataParallel::shrink`]: crate::DataParallel::shrink
+#[derive(Debug)]
+pub struct Checkpoints(checkpoint::Checkpoints);
+
+/// What can be saved: a [`TrainingState`](crate::TrainingState), and a pair of a state and the
+/// [`FullyShardedParallel`](crate::FullyShardedParallel) that trains its model. A set can be loaded into any of them.
+pub trait Save {
+    /// Returns what is to be saved. It does not change with the training.
+    #[doc(hidden)]
+    fn snapshot(self) -> Result<Snapshot, Error>;
+}
+
+/// What can be loaded: see [`Save`].
+pub trait Load {
+    /// What was read.
+    #[doc(hidden)]
+    type Loaded;
+
+    /// Reads this rank's part.
+    #[doc(hidden)]
+    fn read(&self, set: &Set) -> Result<Self::Loaded, Error>;
+
+    /// Takes over what was read.
+    #[doc(hidden)]
+    fn replace(self, loaded: Self::Loaded);
+}
+
+impl Checkpoints {
+    /// Opens a folder of sets. It need not exist. All ranks must call this; it blocks until they have.
+    ///
+    /// All ranks use the same folder: with several hosts it must be on a file system that they share. Two trainings
+    /// must not use one folder at the same time.
+    ///
+    /// # Errors
+    /// The errors of [`Group::subgroup`].
+    #[track_caller]
+    pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
+        checkpoint::Checkpoints::new(group, folder).map(Checkpoints)
+    }
+
+    /// Keeps the newest `sets` sets, at least one. A save removes older ones when it is complete. Default: 2
+    pub fn keep(self, sets: usize) -> Self {
+        Checkpoints(self.0.keep(sets))
+    }
+
+    /// Saves a new set. Returns on all ranks when it is complete and on disk.
+    ///
+    /// Each rank writes what only it has. It writes tensors of 64 KiB or more in part, where all ranks have the same,
+    /// and rank 0 writes all else. So the model of a [`FullyShardedParallel`](crate::FullyShardedParallel) is to be
+    /// saved as a pair with it: a state alone is taken for the same on all ranks. The ranks compare samples of the
+    /// tensors of which each writes a part.
+    ///
+    /// States that differ between ranks, such as running statistics, must be made equal before, by
+    /// [`DataParallel::average_states`](crate::DataParallel::average_states). The ranks may take an hour to write.
+    ///
+    /// # Errors
+    /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written,
+    /// because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and
+    /// batch, if their models differ, if they do not share the folder, if burn could not load the optimizer's state, or
+    /// if the state's optimizer has made no step though batches were trained, because another one trains the model.
+    /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
+    /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
+        self.wait()?;
+        self.0.save(what.snapshot())
+    }
+
+    /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
+    /// in flight at most.
+    ///
+    /// On Linux the thread has the lowest priority: it gets the time that the training leaves, so a save takes longer
+    /// where all cores are busy.
+    ///
+    /// What is saved is the state at this call. The thread holds its tensors until they are written, while the training
+    /// makes new ones: at most as many bytes as this rank holds of model and optimizer state.
+    ///
+    /// # Errors
+    /// Those of the save before it, and then this one is not started; [`Error::Config`] with the transport
+    /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
+    pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
+        self.wait()?;
+        self.0.save_in_background(what.snapshot())
+    }
+
+    /// Waits for a save in the background, if there is one.
+    ///
+    /// # Errors
+    /// Those of [`save`](Self::save).
+    pub fn wait(&mut self) -> Result<(), Error> {
+        self.0.wait()
+    }
+
+    /// Loads the newest set, which rank 0 chooses. Returns false if the folder has none.
+    ///
+    /// Call it on all ranks, with the state at the start of a training. Any number of ranks can load a set, with and
+    /// without a [`ShardedOptimizer`](crate::ShardedOptimizer) or a
+    /// [`FullyShardedParallel`](crate::FullyShardedParallel), whichever has saved it. Each rank reads what it needs: of
+    /// what is sharded its part. Afterwards all ranks have the same state, bit by bit, as when it was saved.
+    ///
+    /// # Errors
+    /// On all ranks the same, that of the lowest rank that fails, and nothing is changed: [`Error::InvalidArgument`] if
+    /// a file of the set is missing, truncated, damaged or of another save, or if it was saved for a model with other
+    /// parameters, with another kind of optimizer or scheduler, or with another type of the user's state; [`Error::Io`]
+    /// if a file cannot be read. The error names the file and what to do. Otherwise the errors of
+    /// [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
+    pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
+        let Some(loaded) = self.0.load(|set| into.read(set))? else { return Ok(false) };
+        into.replace(loaded);
+        Ok(true)
+    }
+}
+
+/// The parts that a rank has of parameters.
+pub(super) type OwnParts = HashMap<ParamId, OwnPart>;
+
+/// Passes the bytes of these elements of a tensor on, as they are [`stored`].
+fn read<const D: usize, K: Kind>(
+    tensor: Tensor<D, K>,
+    dtype: Dtype,
+    range: Range<usize>,
+    sink: Sink<'_>,
+) -> Result<(), Error> {
+    let len = tensor.shape().num_elements();
+    let flat: Tensor<1, K> = tensor.reshape([len]);
+    let flat = if range.len() == len { flat } else { flat.slice(range) };
+    let dtype = loaded(dtype).unwrap_or(flat.dtype());
+    let data = flat.try_into_data_dtype(dtype).map_err(|error| Error::io("reading a tensor to save it", error))?;
+    sink(data.as_bytes())
+}
+
+/// The element types that can be saved, and in which form. Bools are saved as bytes.
+const TYPES: [(DType, Dtype); 14] = [
+    (DType::F64, Dtype::F64),
+    (DType::F32, Dtype::F32),
+    (DType::Flex32, Dtype::F32),
+    (DType::F16, Dtype::F16),
+    (DType::BF16, Dtype::BF16),
+    (DType::I64, Dtype::I64),
+    (DType::I32, Dtype::I32),
+    (DType::I16, Dtype::I16),
+    (DType::I8, Dtype::I8),
+    (DType::U64, Dtype::U64),
+    (DType::U32, Dtype::U32),
+    (DType::U16, Dtype::U16),
+    (DType::U8, Dtype::U8),
+    (DType::Bool(BoolStore::Native), Dtype::BOOL),
+];
+
+/// The element type in which elements of this type are saved.
+pub(super) fn stored(name: &str, dtype: DType) -> Result<Dtype, Error> {
+    let dtype = if dtype.is_bool() { DType::Bool(BoolStore::Native) } else { dtype };
+    let found = TYPES.into_iter().find(|(own, _)| *own == dtype).map(|(_, stored)| stored);
+    found.ok_or_else(|| Error::argument("checkpoint", format!("`{name}` has elements of {dtype:?}, which no file has")))
+}
+
+/// The element type of saved elements in host memory.
+pub(super) fn loaded(dtype: Dtype) -> Option<DType> {
+    TYPES.into_iter().find(|(_, stored)| *stored == dtype).map(|(own, _)| own)
+}
