@@ -8,20 +8,22 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`FullyShardedParallel`] |
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
-//! | exchange numbers | [`Group`] |
+//! | run collectives on tensors, with or without gradients | [`tensor::autodiff`], [`tensor::operation`] |
+//! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
+//! | run collectives on slices | [`Group`] |
 //!
 //! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: checkpoints,
-//! operations on tensors, and collective devices.
+//! collective devices, and burn-collective's functions.
 //!
 //! # Features
-//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Gradients go through host memory on all of them.
+//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Tensors go through host memory on all of them.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
 #![warn(missing_docs)]
 // NdArray is supported while burn has it.
 #![cfg_attr(feature = "ndarray", allow(deprecated))]
 
-mod tensor;
+pub mod tensor;
 pub mod train;
 
 pub use bonfire_core::{
@@ -30,6 +32,7 @@ pub use bonfire_core::{
 };
 #[cfg(unix)]
 pub use bonfire_core::{Secret, TransportKind, yscv};
+pub use tensor::communicator::{DeviceCommunicator, Routing};
 pub use train::{
     DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
     SyncBatchNorm, SyncBatchNormConfig,
