@@ -10,10 +10,11 @@
 //! | distribute samples over ranks | [`ShardedSampler`] |
 //! | run collectives on tensors, with or without gradients | [`tensor::autodiff`], [`tensor::operation`] |
 //! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
+//! | run a program written for burn-collective, in one process | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
 //! | run collectives on slices | [`Group`] |
 //!
 //! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: checkpoints,
-//! collective devices, and burn-collective's functions.
+//! collective devices, and sessions of burn-collective over several nodes.
 //!
 //! # Features
 //! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Tensors go through host memory on all of them.
@@ -23,15 +24,21 @@
 // NdArray is supported while burn has it.
 #![cfg_attr(feature = "ndarray", allow(deprecated))]
 
+pub mod burn_collective;
 pub mod tensor;
 pub mod train;
 
+pub use bonfire_core::ReduceOp as ReduceOperation;
 pub use bonfire_core::{
     Algorithm, Batch, Buffer, Builder, Call, DType, Deadline, Element, Error, Fault, Group, Operation, ReduceOp,
     Selection, Transport, Work, error, launch, partition, trace,
 };
 #[cfg(unix)]
 pub use bonfire_core::{Secret, TransportKind, yscv};
+pub use burn_collective::{
+    CollectiveConfig, CollectiveError, PeerId, all_reduce, broadcast, finish_collective, reduce, register,
+    reset_collective,
+};
 pub use tensor::communicator::{DeviceCommunicator, Routing};
 pub use train::{
     DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
