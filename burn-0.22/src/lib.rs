@@ -9,28 +9,38 @@
 //! | save and resume a training, on any number of ranks | [`Checkpoints`], [`TrainingState`] |
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
-//! | exchange numbers | [`Group`] |
+//! | run collectives on tensors, with or without gradients | [`tensor::autodiff`], [`tensor::operation`] |
+//! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
+//! | run a program written for burn-collective, in one process | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
+//! | run collectives on slices | [`Group`] |
 //!
-//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: operations
-//! on tensors, and collective devices.
+//! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: collective
+//! devices, and sessions of burn-collective over several nodes.
 //!
 //! # Features
-//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Gradients go through host memory on all of them.
+//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Tensors go through host memory on all of them.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
 #![warn(missing_docs)]
 // NdArray is supported while burn has it.
 #![cfg_attr(feature = "ndarray", allow(deprecated))]
 
-mod tensor;
+pub mod burn_collective;
+pub mod tensor;
 pub mod train;
 
+pub use bonfire_core::ReduceOp as ReduceOperation;
 pub use bonfire_core::{
     Algorithm, Batch, Buffer, Builder, Call, DType, Deadline, Element, Error, Fault, Group, Operation, ReduceOp,
     Selection, Transport, Work, error, launch, partition, trace,
 };
 #[cfg(unix)]
 pub use bonfire_core::{Secret, TransportKind, yscv};
+pub use burn_collective::{
+    CollectiveConfig, CollectiveError, PeerId, all_reduce, broadcast, finish_collective, reduce, register,
+    reset_collective,
+};
+pub use tensor::communicator::{DeviceCommunicator, Routing};
 pub use train::{
     Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
     Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,

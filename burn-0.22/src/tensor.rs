@@ -1,5 +1,10 @@
-//! Tensors of burn 0.22: their elements in host memory, and hooks in their graphs.
+//! Tensors on a device of any backend.
+//!
+//! [`operation`] has every operation of a group for tensors of any kind, without gradients. [`autodiff`] has the
+//! differentiable ones.
 
+pub mod autodiff;
+pub(crate) mod communicator;
 pub(crate) mod hook;
 pub(crate) mod host;
-pub(crate) mod sum;
+pub mod operation;

@@ -60,10 +60,9 @@ use burn::tensor::{Float, Tensor, TensorMetadata, TensorPrimitive};
 use self::hook::{Tracked, check_backend, with_tracked};
 use self::linear::Linear;
 pub use super::attempt::attempt;
-use super::operation::axis::Axis;
 use super::operation::carry;
-use super::operation::sizes::{self, Sizes, split_sizes};
 use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::operation::{Axis, PairSizes, Sizes, split_sizes};
 use bonfire_train::step::layers::{Weight, begin_collective, fail};
 
 /// Returns the element-wise sum of the ranks' tensors, on every rank. For other reductions, without gradients, use
@@ -143,7 +142,7 @@ pub fn all_gather<B: AutodiffBackend, const D: usize>(
     dim: isize,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let sizes = Sizes::Even.resolve(group.into(), OPERATION, &Axis::new(OPERATION, tensor.shape(), dim)?)?;
+    let sizes = Sizes::Even.resolve(group, OPERATION, &Axis::new(OPERATION, &tensor.shape(), dim)?)?;
     linear(tensor, group, Linear::AllGather { dim, sizes })
 }
 
@@ -162,8 +161,8 @@ pub fn all_gather_v<B: AutodiffBackend, const D: usize>(
     sizes: Option<&[usize]>,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
-    let sizes = sizes.map_or(Sizes::Exchanged, Sizes::Given).resolve(group.into(), OPERATION, &axis)?;
+    let axis = Axis::new(OPERATION, &tensor.shape(), dim)?;
+    let sizes = sizes.map_or(Sizes::Exchanged, Sizes::Given).resolve(group, OPERATION, &axis)?;
     linear(tensor, group, Linear::AllGather { dim, sizes })
 }
 
@@ -181,7 +180,7 @@ pub fn reduce_scatter<B: AutodiffBackend, const D: usize>(
     dim: isize,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let sizes = split_sizes(group.into(), OPERATION, &Axis::new(OPERATION, tensor.shape(), dim)?, None)?;
+    let sizes = split_sizes(group, OPERATION, &Axis::new(OPERATION, &tensor.shape(), dim)?, None)?;
     linear(tensor, group, Linear::ReduceScatter { dim, sizes })
 }
 
@@ -236,12 +235,9 @@ pub fn all_to_all_v<B: AutodiffBackend, const D: usize>(
     recv: Option<&[usize]>,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
-    let send = split_sizes(group.into(), OPERATION, &axis, Some(send))?;
-    let recv = match recv {
-        Some(recv) => recv.to_vec(),
-        None => sizes::exchange_recv_sizes(group.into(), &axis, &send)?,
-    };
+    let axis = Axis::new(OPERATION, &tensor.shape(), dim)?;
+    let send = split_sizes(group, OPERATION, &axis, Some(send))?;
+    let recv = PairSizes { send: Some(&send), recv }.received(group, OPERATION, &axis, &send)?;
     linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, recv]) })
 }
 

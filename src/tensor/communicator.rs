@@ -13,13 +13,12 @@ use burn::tensor::{Numeric, Shape, Tensor, TensorCreationOptions};
 
 pub use self::routing::Routing;
 use super::host::{Context, Kind};
-use super::operation::axis::Axis;
 use super::operation::fused::{self, GatherInput};
-use super::operation::sizes::Sizes;
 use super::operation::{carry, dtype_and_device};
 #[cfg(feature = "flex")]
 use super::pool::GroupPool;
 use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::operation::{Axis, Sizes};
 
 /// Collectives on a model's tensors with the interface of vLLM's device communicator.
 ///
@@ -156,7 +155,7 @@ impl<B: Backend> DeviceCommunicator<B> {
         sizes: Option<&[usize]>,
     ) -> Result<Tensor<B, D, K>, Error> {
         let (ctx, dim) = (self.ctx()?, dim.unwrap_or(0));
-        let sizes = self.sizes(&Axis::new("all_gather", tensor.shape(), dim)?, sizes)?;
+        let sizes = self.sizes(&Axis::new("all_gather", &tensor.shape(), dim)?, sizes)?;
         let whole = carry::all_gather::<B, K>(ctx, tensor.into_primitive(), dim, Sizes::Given(&sizes))?;
         Ok(Tensor::from_primitive(whole))
     }
@@ -294,7 +293,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     #[track_caller]
     fn sizes(&self, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {
         let metadata = &self.groups()?.metadata;
-        sizes.map_or(Sizes::Exchanged, Sizes::Given).resolve(metadata.into(), "all_gather", axis)
+        sizes.map_or(Sizes::Exchanged, Sizes::Given).resolve(metadata, "all_gather", axis)
     }
 }
 

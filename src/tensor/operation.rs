@@ -65,19 +65,17 @@
 //! # Ok::<(), bonfire::Error>(())
 //! ```
 
-pub(crate) mod axis;
 pub(crate) mod carry;
 pub(crate) mod fused;
 mod on_device;
-pub(crate) mod sizes;
+mod sizes;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Numeric, Shape, Tensor, TensorCreationOptions};
 
-use self::carry::PairSizes;
-use self::sizes::Sizes;
 pub use super::host::Kind;
 use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::operation::{PairSizes, Sizes};
 
 /// Returns the element-wise reduction of the ranks' tensors, on every rank. All have the same shape and element type.
 /// If only one rank needs the result use [`reduce`], if every rank needs a part of it [`reduce_scatter`]; for gradients

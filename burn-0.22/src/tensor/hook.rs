@@ -14,6 +14,8 @@
 //! The number counts the nodes of all threads, which does no harm: only the order within a graph matters. But rungs are
 //! nodes too. They are not counted: otherwise the ladders of ranks that are threads would drive each other up.
 //!
+//! The step of a differentiable collective is here too: it makes one gradient of another where burn runs it.
+//!
 //! burn-autodiff keeps a graph for each set of connected nodes, and joins two graphs by moving all nodes of one of
 //! them. A hook that joins the graph of the pass where its parameter is used would take time in proportion to the pass
 //! so far. So one parent of all hooks of a pass is one leaf, the anchor, and they are in one graph from the start.
@@ -53,6 +55,10 @@ pub(crate) type GradientReceiver = Arc<dyn Fn(DispatchTensor) + Send + Sync>;
 /// Returns the value of a tensor that was not kept, without autodiff. It runs as a [`GradientReceiver`] does.
 pub(crate) type Recipe = Arc<dyn Fn() -> DispatchTensor + Send + Sync>;
 
+/// Returns the gradient of a tensor, of the gradient of what took its place. Both are without autodiff. It runs on the
+/// thread of the backward pass. It may wait for other ranks, which share no tensors and so have graphs of their own.
+pub(crate) type GradientStep = Arc<dyn Fn(DispatchTensor) -> DispatchTensor + Send + Sync>;
+
 /// Nodes between two rungs that are kept: a hook is too deep by less than this, which changes no order of layers.
 const STEP: u64 = 4;
 
@@ -82,7 +88,7 @@ pub trait HookOps: Backend {
         tensor: FloatTensor<Self>,
         anchor: FloatTensor<Self>,
         rung: FloatTensor<Self>,
-        receiver: Receiver,
+        receiver: Opaque<GradientReceiver>,
     ) -> FloatTensor<Self> {
         let _ = (anchor, rung, receiver);
         tensor
@@ -90,8 +96,18 @@ pub trait HookOps: Backend {
 
     /// Returns `value` in the place of `tensor`, which gets its gradient. If a backward step needs the value, it is
     /// what the recipe returns then; without one it is kept.
-    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<Self>, again: Again) -> FloatTensor<Self> {
+    fn with_value(
+        tensor: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        again: Opaque<Option<Recipe>>,
+    ) -> FloatTensor<Self> {
         let _ = (tensor, again);
+        value
+    }
+
+    /// Returns `value` in the place of `tensor`, which gets the gradient that `step` returns.
+    fn with_step(tensor: FloatTensor<Self>, value: FloatTensor<Self>, step: Opaque<GradientStep>) -> FloatTensor<Self> {
+        let _ = (tensor, step);
         value
     }
 
@@ -118,7 +134,7 @@ where
         tensor: FloatTensor<Self>,
         anchor: FloatTensor<Self>,
         rung: FloatTensor<Self>,
-        receiver: Receiver,
+        receiver: Opaque<GradientReceiver>,
     ) -> FloatTensor<Self> {
         let (primitive, node) = tensor.into_parts();
         // Declared compute bound, so that no checkpointing strategy runs anything again.
@@ -129,7 +145,11 @@ where
         }
     }
 
-    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<Self>, again: Again) -> FloatTensor<Self> {
+    fn with_value(
+        tensor: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        again: Opaque<Option<Recipe>>,
+    ) -> FloatTensor<Self> {
         // The strategy that keeps recipes: it is a type of the operation, not of the graph.
         let prepared = WithValue.prepare::<BalancedCheckpointing>([tensor.node()]);
         let prepared = match again.0 {
@@ -140,6 +160,15 @@ where
         let value = value.into_primitive();
         match prepared.stateful() {
             OpsKind::Tracked(prepared) => prepared.finish((), value),
+            OpsKind::UnTracked(prepared) => prepared.finish(value),
+        }
+    }
+
+    fn with_step(tensor: FloatTensor<Self>, value: FloatTensor<Self>, step: Opaque<GradientStep>) -> FloatTensor<Self> {
+        let value = value.into_primitive();
+        // Declared compute bound, so that no checkpointing strategy repeats what made the value.
+        match WithStep.prepare::<NoCheckpointing>([tensor.node()]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(step, value),
             OpsKind::UnTracked(prepared) => prepared.finish(value),
         }
     }
@@ -158,9 +187,9 @@ impl<B: Backend> Backward<B, 3> for Hook
 where
     DispatchTensor: DispatchKindConversion<B>,
 {
-    type State = Receiver;
+    type State = Opaque<GradientReceiver>;
 
-    fn backward(self, ops: Ops<Receiver, 3>, gradients: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, 3>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = BackendTensor::Float(gradients.consume::<B>(&ops.node));
         (ops.state.0)(<DispatchTensor as DispatchKindConversion<B>>::from_backend(gradient));
     }
@@ -178,14 +207,33 @@ impl<B: Backend> Backward<B, 1> for WithValue {
     }
 }
 
-/// The recipe of a value, if it is not kept.
+/// The backward step of a tensor with another value and a step of its own.
+#[derive(Debug)]
+struct WithStep;
+
+impl<B: Backend> Backward<B, 1> for WithStep
+where
+    DispatchTensor: DispatchKindConversion<B>,
+{
+    type State = Opaque<GradientStep>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, gradients, |gradient| {
+            let gradient = <DispatchTensor as DispatchKindConversion<B>>::from_backend(BackendTensor::Float(gradient));
+            let made = <DispatchTensor as DispatchKindConversion<B>>::try_into_backend((ops.state.0)(gradient));
+            made.unwrap_or_else(|reason| unreachable!("a step keeps the backend: {reason}")).float()
+        });
+    }
+}
+
+/// A function, as an argument of an operation and as the state of a backward step.
 #[doc(hidden)]
 #[derive(Clone)]
-pub struct Again(Option<Recipe>);
+pub struct Opaque<T>(T);
 
-impl fmt::Debug for Again {
+impl<T> fmt::Debug for Opaque<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Again")
+        f.write_str("Opaque")
     }
 }
 
@@ -217,17 +265,6 @@ impl<B: Backend> Backward<B, 1> for Rung {
     type State = ();
 
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
-}
-
-/// A [`GradientReceiver`], as the state of a backward step.
-#[doc(hidden)]
-#[derive(Clone)]
-pub struct Receiver(GradientReceiver);
-
-impl fmt::Debug for Receiver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Receiver")
-    }
 }
 
 /// Returns a rung on a tensor's device that is at least so deep.
@@ -283,14 +320,26 @@ pub(crate) fn hook(tensor: DispatchTensor, start: &PassStart, receiver: Gradient
         Dispatch::float_set_require_grad(zeros, true)
     });
     let rung = rung(&tensor, time().saturating_sub(start.nodes));
-    <Dispatch as HookOps>::hook(tensor, anchor.clone(), rung, Receiver(receiver))
+    <Dispatch as HookOps>::hook(tensor, anchor.clone(), rung, Opaque(receiver))
 }
 
 /// Returns `value`, which has no autodiff, in the place of a tensor with a hook: a parameter of which a rank has a
 /// part, and its whole. A recipe makes the value again if a step of the backward pass needs it; without one it is kept.
 pub(crate) fn with_value(tensor: DispatchTensor, value: DispatchTensor, recipe: Option<Recipe>) -> DispatchTensor {
-    let context = tensor.autodiff;
+    let value = beside(&tensor, value);
+    <Dispatch as HookOps>::with_value(tensor, value, Opaque(recipe))
+}
+
+/// Returns `value`, which has no autodiff, in the place of a tensor with autodiff. In a backward pass the tensor gets
+/// the gradient that `step` makes of the value's.
+pub(crate) fn with_step(tensor: DispatchTensor, value: DispatchTensor, step: GradientStep) -> DispatchTensor {
+    let value = beside(&tensor, value);
+    <Dispatch as HookOps>::with_step(tensor, value, Opaque(step))
+}
+
+/// Returns a tensor without autodiff as an argument beside one with autodiff.
+fn beside(tensor: &DispatchTensor, value: DispatchTensor) -> DispatchTensor {
     let mut value = Dispatch::from_inner(value);
-    value.autodiff = context;
-    <Dispatch as HookOps>::with_value(tensor, value, Again(recipe))
+    value.autodiff = tensor.autodiff;
+    value
 }

@@ -9,7 +9,7 @@ use burn::module::{
 };
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::tensor::sum::weighted_sum;
+use crate::tensor::autodiff::weighted_sum;
 use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
 
@@ -165,7 +165,7 @@ impl SyncBatchNorm {
         let own = Tensor::cat(vec![own_mean, own_var, Tensor::full([1, 1], count as f64, options)], 0).transpose();
         let width = 2 * features + 1;
         let rows = Tensor::zeros([ranks, width], options).slice_assign([rank..rank + 1, 0..width], own);
-        let rows = weighted_sum(rows, group, &weight);
+        let rows = weighted_sum(rows, group, &weight)?;
 
         let counts = rows.clone().slice([0..ranks, width - 1..width]).detach();
         let weights = counts.clone().div(counts.sum().unsqueeze());

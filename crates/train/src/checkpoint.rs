@@ -207,7 +207,7 @@ impl Job {
             Ok(Snapshot { contents, collect }) => (Ok(contents), Some(collect)),
             Err(error) => (Err(error), None),
         };
-        let contents = same_contents(lane.all_gather_results(contents)?)?;
+        let contents = same_contents(&lane.all_gather_results(contents)?)?;
         let leads = lane.rank() == 0;
         let failed = |error| Error::io(format!("{SAVING} in {}", folder.display()), error);
         let draft = match leads {
@@ -260,9 +260,9 @@ fn write(
 }
 
 /// Returns what all ranks save. Fails if they are not at the same epoch and batch, or save different things.
-fn same_contents(mut of_ranks: Vec<Contents>) -> Result<Contents, Error> {
-    let first = of_ranks.swap_remove(0);
-    let Some((rank, other)) = (1..).zip(&of_ranks).find(|(_, contents)| **contents != first) else { return Ok(first) };
+fn same_contents(of_ranks: &[Contents]) -> Result<Contents, Error> {
+    let first = of_ranks[0].clone();
+    let Some((rank, other)) = (0..).zip(of_ranks).find(|(_, contents)| **contents != first) else { return Ok(first) };
     let position = |contents: &Contents| format!("epoch {}, batch {}", contents.epoch, contents.batch);
     let items = |contents: &Contents| contents.items.iter().map(Item::to_string).collect::<Vec<_>>().join(", ");
     let reason = if first.items == other.items {

@@ -11,6 +11,7 @@
 //! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
+//! | run operations on tensors, with parts along a dimension | [`operation`] |
 //! | save and load sets that any number of ranks can load | [`checkpoint`] |
 //!
 //! The interface is for adapters, and may change in any version.
@@ -24,6 +25,7 @@ pub mod compression;
 pub mod gather;
 pub mod lane;
 mod mesh;
+pub mod operation;
 pub mod parameters;
 pub mod protocol;
 mod sampler;

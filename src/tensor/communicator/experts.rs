@@ -8,9 +8,9 @@ use super::{DeviceCommunicator, Routing, destroyed};
 use crate::tensor::host::{Context, Kind};
 use crate::tensor::operation::carry;
 use crate::tensor::operation::fused::{self, GatherInput};
-use crate::tensor::operation::sizes::Sizes;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::operation::Sizes;
 
 /// # Experts
 impl<B: Backend> DeviceCommunicator<B> {
@@ -59,7 +59,7 @@ impl<B: Backend> DeviceCommunicator<B> {
             inputs.push(GatherInput::read::<B, K>(tensor.into_primitive(), 0)?);
         }
         let Some(axis) = fused::axis(&inputs)? else { return Err(Error::argument("dispatch", "nothing to dispatch")) };
-        let sizes = Sizes::Exchanged.resolve(metadata.into(), "dispatch", &axis)?;
+        let sizes = Sizes::Exchanged.resolve(metadata, "dispatch", &axis)?;
         let mut gathered = fused::all_gather::<B>(ctx, inputs, &sizes)?.into_iter();
         let (Some(hidden_states), Some(router_logits)) = (gathered.next(), gathered.next()) else {
             return Err(Error::broken("dispatch", "the group returned fewer tensors than were sent"));

@@ -5,9 +5,8 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::tensor::autodiff;
 use crate::tensor::{host, operation};
-use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{DType, Error, Group, Operation, partition};
-use bytemuck::{cast_slice, cast_slice_mut};
+use bonfire_core::{Error, Group};
+use bonfire_train::operation::{Order, Routes};
 
 /// A routing table: which rank receives which tokens and returns their results. It is made by
 /// [`DeviceCommunicator::route`](crate::DeviceCommunicator::route).
@@ -19,17 +18,7 @@ use bytemuck::{cast_slice, cast_slice_mut};
 #[derive(Clone, Debug)]
 pub struct Routing {
     group: Group,
-    /// For each row to send, the index of its choice in the flattened experts. Choice `c` is of token `c / per_token`.
-    order: Vec<usize>,
-    tokens: usize,
-    per_token: usize,
-    /// Number of rows to send to each rank, and to receive from each.
-    send: Vec<usize>,
-    recv: Vec<usize>,
-    /// For each row in the order of experts, its index among the received rows.
-    arrival: Vec<usize>,
-    /// Number of rows of each of this rank's experts.
-    rows: Vec<usize>,
+    routes: Routes,
 }
 
 const OPERATION: &str = "route";
@@ -42,59 +31,14 @@ impl Routing {
         metadata: &Group,
         group: &Group,
     ) -> Result<Self, Error> {
-        let ([tokens, per_token], n, rank) = (experts.dims(), group.world_size(), group.rank());
-        let chosen = to_host::<B>(experts)?;
-        if let Some(unknown) = chosen.iter().find(|expert| **expert >= count as i64 || **expert < 0) {
-            return Err(Error::argument(
-                OPERATION,
-                format!("there is no expert {unknown}: pass numbers from 0 to below {count}"),
-            ));
-        }
-        // A stable sort, so the tokens of one expert keep their order.
-        let mut order: Vec<usize> = (0..chosen.len()).collect();
-        order.sort_by_key(|choice| chosen[*choice]);
-        let mut outgoing = vec![0u64; count];
-        chosen.iter().for_each(|expert| outgoing[*expert as usize] += 1);
-
-        let experts_of = |rank: usize| partition(count, n, rank);
-        let own_count = experts_of(rank).len();
-        let mut incoming = vec![0u64; n * own_count];
-        let counts: Vec<usize> = (0..n).map(|rank| experts_of(rank).len()).collect();
-        let request = Request::new(Operation::AllToAllV, DType::U64).shape(&[count]);
-        let (sent, received) =
-            ((cast_slice(&outgoing), &counts[..]), (cast_slice_mut(&mut incoming), &vec![own_count; n][..]));
-        metadata.operate_pairs(request, sent, received)?;
-        let incoming: Result<Vec<usize>, _> = incoming.into_iter().map(usize::try_from).collect();
-        let overflow = || Error::broken(OPERATION, "a rank reports more tokens than are possible");
-        let incoming = incoming.map_err(|_| overflow())?;
-        let total = incoming.iter().try_fold(0usize, |sum, rows| sum.checked_add(*rows));
-        let total = total.filter(|total| *total <= isize::MAX as usize / size_of::<usize>()).ok_or_else(overflow)?;
-
-        // Rows arrive sorted by rank, and those of one rank by expert.
-        let offsets: Vec<usize> = (0..incoming.len()).map(|at| incoming[..at].iter().sum()).collect();
-        let mut arrival = Vec::new();
-        arrival.try_reserve_exact(total).map_err(|error| Error::io(OPERATION, error))?;
-        for expert in 0..own_count {
-            for from in 0..n {
-                let at = from * own_count + expert;
-                arrival.extend(offsets[at]..offsets[at] + incoming[at]);
-            }
-        }
-        Ok(Routing {
-            group: group.clone(),
-            order,
-            tokens,
-            per_token,
-            send: (0..n).map(|to| experts_of(to).map(|expert| outgoing[expert] as usize).sum()).collect(),
-            recv: (0..n).map(|from| incoming[from * own_count..(from + 1) * own_count].iter().sum()).collect(),
-            arrival,
-            rows: (0..own_count).map(|expert| (0..n).map(|from| incoming[from * own_count + expert]).sum()).collect(),
-        })
+        let shape = experts.dims();
+        let chosen: Vec<i64> = host::data::<B, Int>(OPERATION, experts.into_primitive())?.iter::<i64>().collect();
+        Ok(Routing { group: group.clone(), routes: Routes::new(&chosen, shape, count, metadata)? })
     }
 
     /// Returns the number of tokens that all ranks together send to each of this rank's experts.
     pub fn rows(&self) -> &[usize] {
-        &self.rows
+        self.routes.rows()
     }
 
     /// Sends this rank's tokens, one per row of as many elements on all ranks, and returns all ranks' tokens for this
@@ -104,7 +48,8 @@ impl Routing {
     /// [`Error::InvalidArgument`] unless there is one row for each token; otherwise the errors of
     /// [`Group::all_to_all_v_into`].
     pub fn dispatch<B: Backend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.dispatch_with(tokens, |rows| operation::all_to_all_v(rows, 0, &self.send, Some(&self.recv), &self.group))
+        let order = self.routes.dispatch(tokens.dims()[0])?;
+        self.exchange(tokens, order, operation::all_to_all_v)
     }
 
     /// Sends the results of this rank's experts, in the rows of [`dispatch`](Self::dispatch), and returns the results
@@ -114,7 +59,8 @@ impl Routing {
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
     pub fn combine<B: Backend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.combine_with(results, |rows| operation::all_to_all_v(rows, 0, &self.recv, Some(&self.send), &self.group))
+        let order = self.routes.combine(results.dims()[0])?;
+        self.exchange(results, order, operation::all_to_all_v)
     }
 
     /// Differentiable [`dispatch`](Self::dispatch): gradients flow back to the ranks that sent the tokens.
@@ -125,7 +71,8 @@ impl Routing {
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
     pub fn dispatch_tracked<B: AutodiffBackend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.dispatch_with(tokens, |rows| autodiff::all_to_all_v(rows, 0, &self.send, Some(&self.recv), &self.group))
+        let order = self.routes.dispatch(tokens.dims()[0])?;
+        self.exchange(tokens, order, autodiff::all_to_all_v)
     }
 
     /// Differentiable [`combine`](Self::combine): gradients flow back to the experts.
@@ -136,54 +83,29 @@ impl Routing {
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
     pub fn combine_tracked<B: AutodiffBackend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.combine_with(results, |rows| autodiff::all_to_all_v(rows, 0, &self.recv, Some(&self.send), &self.group))
+        let order = self.routes.combine(results.dims()[0])?;
+        self.exchange(results, order, autodiff::all_to_all_v)
     }
 
-    fn dispatch_with<B: Backend>(
+    fn exchange<B: Backend>(
         &self,
-        tokens: Tensor<B, 2>,
-        exchange: impl FnOnce(Tensor<B, 2>) -> Result<Tensor<B, 2>, Error>,
-    ) -> Result<Tensor<B, 2>, Error> {
-        check_rows("dispatch", tokens.dims()[0], self.tokens)?;
-        let sent = self.order.iter().map(|choice| choice / self.per_token);
-        Ok(select(exchange(select(tokens, sent))?, self.arrival.iter().copied()))
-    }
-
-    fn combine_with<B: Backend>(
-        &self,
-        results: Tensor<B, 2>,
-        exchange: impl FnOnce(Tensor<B, 2>) -> Result<Tensor<B, 2>, Error>,
-    ) -> Result<Tensor<B, 2>, Error> {
-        check_rows("combine", results.dims()[0], self.arrival.len())?;
-        Ok(select(exchange(select(results, inverse(&self.arrival).into_iter()))?, inverse(&self.order).into_iter()))
+        rows: Tensor<B, 2>,
+        order: Order<'_>,
+        all_to_all_v: impl FnOnce(Tensor<B, 2>, isize, &[usize], Option<&[usize]>, &Group) -> Exchanged<B>,
+    ) -> Exchanged<B> {
+        let arrived = all_to_all_v(select(rows, &order.sent), 0, order.send, Some(order.recv), &self.group)?;
+        Ok(select(arrived, &order.result))
     }
 }
 
-fn check_rows(operation: &str, rows: usize, expected: usize) -> Result<(), Error> {
-    if rows == expected {
-        return Ok(());
-    }
-    Err(Error::argument(operation, format!("{rows} rows where this routing has {expected}")))
-}
-
-fn inverse(order: &[usize]) -> Vec<usize> {
-    let mut inverse = vec![0; order.len()];
-    order.iter().enumerate().for_each(|(at, from)| inverse[*from] = at);
-    inverse
-}
+type Exchanged<B> = Result<Tensor<B, 2>, Error>;
 
 /// Returns the rows with these indices. Returns the tensor itself if they are all rows in order, or if it has none.
-fn select<B: Backend>(tensor: Tensor<B, 2>, rows: impl ExactSizeIterator<Item = usize>) -> Tensor<B, 2> {
-    let rows: Vec<i64> = rows.map(|row| row as i64).collect();
+fn select<B: Backend>(tensor: Tensor<B, 2>, rows: &[usize]) -> Tensor<B, 2> {
     if rows.len() == tensor.dims()[0] && rows.iter().zip(0..).all(|(row, at)| *row == at) {
         return tensor;
     }
     let device = tensor.device();
-    let len = rows.len();
-    tensor.select(0, Tensor::from_data(TensorData::new(rows, [len]), &device))
-}
-
-/// Reads the tensor's elements to the host.
-fn to_host<B: Backend>(tensor: Tensor<B, 2, Int>) -> Result<Vec<i64>, Error> {
-    Ok(host::data::<B, Int>(OPERATION, tensor.into_primitive())?.iter::<i64>().collect())
+    let rows = TensorData::new(rows.iter().map(|row| *row as i64).collect(), [rows.len()]);
+    tensor.select(0, Tensor::from_data(rows, &device))
 }

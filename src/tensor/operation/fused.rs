@@ -3,11 +3,10 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, Shape, TensorMetadata};
 
-use super::axis::Axis;
-use super::sizes::Sizes;
+use super::carry::in_memory;
 use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
-use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{DType, Error, Operation};
+use bonfire_core::Error;
+use bonfire_train::operation::{Axis, HostMemory, Part, common_axis};
 
 const OPERATION: &str = "all_gather";
 
@@ -21,24 +20,15 @@ pub(crate) struct GatherInput<D> {
 impl<D> GatherInput<D> {
     pub fn read<B: Backend<Device = D>, K: Kind<B>>(tensor: K::Primitive, dim: isize) -> Result<Self, Error> {
         refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
-        let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+        let axis = Axis::new(OPERATION, &tensor.shape(), dim)?;
         let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
         Ok(GatherInput { source, axis, spec })
     }
 }
 
-/// Checks that all tensors have the same length along their axes and returns the axis of the first. Runs before the
-/// ranks exchange anything, so that a rank with invalid arguments keeps no peer waiting.
+/// Checks that all tensors have the same length along their axes and returns the axis of the first.
 pub(crate) fn axis<D>(inputs: &[GatherInput<D>]) -> Result<Option<Axis>, Error> {
-    let Some(first) = inputs.first() else { return Ok(None) };
-    match inputs.iter().position(|input| input.axis.len() != first.axis.len()) {
-        None => Ok(Some(first.axis.clone())),
-        Some(at) => {
-            let (len, right) = (inputs[at].axis.len(), first.axis.len());
-            let reason = format!("tensor {at} is {len} long along the dimension and the first one {right}");
-            Err(Error::argument(OPERATION, reason))
-        }
-    }
+    common_axis(OPERATION, inputs.iter().map(|input| &input.axis)).map(|axis| axis.cloned())
 }
 
 /// Gathers several tensors of any shapes and element types in one operation of the group. On rank `r`, all have length
@@ -49,41 +39,18 @@ pub(crate) fn all_gather<B: Backend>(
     inputs: Vec<GatherInput<B::Device>>,
     sizes: &[usize],
 ) -> Result<Vec<Gathered<B::Device>>, Error> {
-    let (mut common, mut bytes, mut offsets) = (Vec::new(), vec![0usize; sizes.len()], Vec::new());
-    let overflow = || Error::argument(OPERATION, "no memory holds all of these tensors");
-    for GatherInput { axis, spec, .. } in &inputs {
-        Sizes::Given(sizes).resolve(ctx, OPERATION, axis)?;
-        let (counts, _) = axis.counts(OPERATION, sizes)?;
-        common.extend(axis.common().into_iter().chain([spec.carrier as usize]));
-        offsets.push(bytes.clone());
-        for (sum, count) in bytes.iter_mut().zip(&counts) {
-            let more = count.checked_mul(spec.carrier.size()).and_then(|more| sum.checked_add(more));
-            *sum = more.ok_or_else(overflow)?;
-        }
-    }
-    let total = bytes.iter().try_fold(0usize, |sum, bytes| sum.checked_add(*bytes)).ok_or_else(overflow)?;
-    let mut own = ctx.buffer::<B>(OPERATION, DType::U8, bytes[ctx.group.rank()])?;
-    let mut at = 0;
-    for input in &inputs {
-        let source = input.source.bytes();
-        own[at..at + source.len()].copy_from_slice(source);
-        at += source.len();
-    }
-    let mut all = ctx.buffer::<B>(OPERATION, DType::U8, total)?;
-    let request = Request::new(Operation::AllGather, DType::U8).shape(&common).sizes(&bytes);
-    ctx.group.operate(request, Some(&own), &mut all)?;
-    let begins: Vec<usize> = (0..bytes.len()).map(|rank| bytes[..rank].iter().sum()).collect();
-    let gathered = inputs.into_iter().zip(offsets).map(|(GatherInput { axis, spec, .. }, offsets)| {
-        let (counts, total) = axis.counts(OPERATION, sizes)?;
-        let mut whole = ctx.buffer::<B>(OPERATION, spec.carrier, total)?;
-        for (rank, count) in counts.iter().enumerate() {
-            let begin = begins[rank] + offsets[rank];
-            let part = &all[begin..begin + count * spec.carrier.size()];
-            axis.join_part(sizes, rank, spec.carrier.size(), part, &mut whole);
-        }
-        Ok(Gathered { whole, shape: axis.shape(sizes.iter().sum()), spec })
+    let parts = inputs.iter().map(|GatherInput { source, axis, spec }| {
+        let (bytes, dtype) = (source.bytes(), spec.carrier);
+        Part { bytes, dtype, axis }
     });
-    gathered.collect()
+    let parts: Vec<_> = parts.collect();
+    let wholes = in_memory!(ctx, B).all_gather_together(&parts, sizes)?;
+    let gathered = inputs.iter().zip(wholes).map(|(GatherInput { axis, spec, .. }, whole)| Gathered {
+        whole,
+        shape: Shape::from(axis.shape(sizes.iter().sum())),
+        spec: spec.clone(),
+    });
+    Ok(gathered.collect())
 }
 
 /// The result for one tensor.

@@ -9,12 +9,11 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, TensorMetadata};
 
 use self::unequal::Slots;
-use super::axis::Axis;
-use super::sizes::all_equal;
 use crate::tensor::device::{DeviceCall, Target, connect, supports};
 use crate::tensor::host::Kind;
 use bonfire_core::internal::{ByteOperations, Peers, Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
+use bonfire_train::operation::{Axis, all_equal};
 
 /// How tensors are exchanged in parts.
 pub(super) enum Path {
@@ -132,7 +131,7 @@ pub(super) fn all_gather<B: Backend, K: Kind<B>>(
     let request = Request::new(Operation::AllGather, dtype).shape(&axis.common());
     let whole = (several(n, &tensor.shape()), 0..n * own);
     let parts = run::<B, K>(group, request, n * own, (tensor, start..start + own), whole)?;
-    Ok(join::<B, K>(parts, axis, n, axis.len()))
+    Ok(join::<B, K>(parts, axis, n, axis.length()))
 }
 
 /// Gathers equal parts.
@@ -151,7 +150,7 @@ pub(super) fn gather<B: Backend, K: Kind<B>>(
         return give::<B, K>(group, request, n * own, source).map(|()| None);
     }
     let parts = run::<B, K>(group, request, n * own, source, (several(n, &tensor.shape()), 0..n * own))?;
-    Ok(Some(join::<B, K>(parts, axis, n, axis.len())))
+    Ok(Some(join::<B, K>(parts, axis, n, axis.length())))
 }
 
 /// Scatters equal parts of the root's tensor, each `len` long. Elsewhere, `tensor` is one of the same device and
@@ -163,7 +162,7 @@ pub(super) fn scatter<B: Backend, K: Kind<B>>(
     root: usize,
     (axis, len): (&Axis, usize),
 ) -> Result<K::Primitive, Error> {
-    let (n, shape) = (group.world_size(), axis.shape(len));
+    let (n, shape) = (group.world_size(), Shape::from(axis.shape(len)));
     let own = shape.num_elements() * dtype.size();
     let start = group.rank() * own;
     let request = Request::new(Operation::Scatter, dtype).root(root).shape(&axis.common());
@@ -183,7 +182,7 @@ pub(super) fn reduce_scatter<B: Backend, K: Kind<B>>(
     axis: &Axis,
 ) -> Result<K::Primitive, Error> {
     let (n, bytes) = (group.world_size(), tensor.shape().num_elements() * dtype.size());
-    let (part, start) = (axis.shape(axis.len() / n), group.rank() * (bytes / n));
+    let (part, start) = (Shape::from(axis.shape(axis.length() / n)), group.rank() * (bytes / n));
     let request = Request::new(Operation::ReduceScatter, dtype).reduction(op).shape(&axis.common());
     let parts = split::<B, K>(tensor, axis, n);
     run::<B, K>(group, request, bytes, (parts, 0..bytes), (part, start..start + bytes / n))
@@ -200,7 +199,7 @@ pub(super) fn all_to_all<B: Backend, K: Kind<B>>(
     let parts = split::<B, K>(tensor, axis, n);
     let shape = parts.shape();
     let parts = run::<B, K>(group, request, bytes, (parts, 0..bytes), (shape, 0..bytes))?;
-    Ok(join::<B, K>(parts, axis, n, axis.len() / n))
+    Ok(join::<B, K>(parts, axis, n, axis.length() / n))
 }
 
 pub(super) fn send<B: Backend, K: Kind<B>>(
@@ -263,14 +262,14 @@ fn several(n: usize, shape: &Shape) -> Shape {
 
 /// Returns the `n` equal parts of a whole, with a first dimension for the part.
 fn split<B: Backend, K: Kind<B>>(whole: K::Primitive, axis: &Axis, n: usize) -> K::Primitive {
-    let (shape, order) = axis.parts(n, axis.len() / n);
-    K::permute(K::reshape(whole, shape), &order)
+    let (shape, order) = axis.parts(n, axis.length() / n);
+    K::permute(K::reshape(whole, Shape::from(shape)), &order)
 }
 
 /// Returns the whole of `n` parts, each `len` long along the axis.
 fn join<B: Backend, K: Kind<B>>(parts: K::Primitive, axis: &Axis, n: usize, len: usize) -> K::Primitive {
     let (_, order) = axis.parts(n, len);
-    K::reshape(K::permute(parts, &inverse(&order)), axis.shape(n * len))
+    K::reshape(K::permute(parts, &inverse(&order)), Shape::from(axis.shape(n * len)))
 }
 
 /// Returns the order of dimensions that takes back this one.

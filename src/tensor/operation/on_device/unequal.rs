@@ -12,9 +12,9 @@ use burn::tensor::backend::Backend;
 use super::{finish, give};
 use crate::tensor::device::{DeviceCall, Target};
 use crate::tensor::host::Kind;
-use crate::tensor::operation::axis::Axis;
 use bonfire_core::internal::{Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
+use bonfire_train::operation::Axis;
 
 /// Slots begin at multiples of so many bytes, so that GPUs copy them in their widest units.
 const ALIGNMENT: usize = 16;
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn parts_lie_in_slots_of_the_longest() {
-        let axis = Axis::new("test", Shape::new([2, 5, 3]), 1).unwrap();
+        let axis = Axis::new("test", &[2, 5, 3], 1).unwrap();
         let slots = Slots::of(&axis, DType::F32, 3, 4, 6).unwrap();
         // 4 times 6 elements of 4 bytes, rounded up.
         assert_eq!((slots.unit, slots.slot, slots.bytes()), (24, 96, 288));
@@ -188,13 +188,13 @@ mod tests {
 
     #[test]
     fn slots_that_are_much_longer_than_the_parts_are_none() {
-        let axis = Axis::new("test", Shape::new([8, 1 << 18]), 0).unwrap();
+        let axis = Axis::new("test", &[8, 1 << 18], 0).unwrap();
         let slots = |ranks, longest, most| Slots::of(&axis, DType::F32, ranks, longest, most).is_some();
         assert!(slots(4, 8, 8));
         assert!(!slots(5, 8, 8));
         assert!(slots(16, 1, 4));
         assert!(!slots(2, usize::MAX, usize::MAX));
-        let short = Axis::new("test", Shape::new([8, 4]), 0).unwrap();
+        let short = Axis::new("test", &[8, 4], 0).unwrap();
         assert!(Slots::of(&short, DType::F32, 100, 8, 8).is_some());
     }
 }

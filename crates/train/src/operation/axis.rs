@@ -1,48 +1,51 @@
 //! The dimension along which a tensor is split into parts, and the memory layout of the parts in the whole. Groups know
 //! nothing of dimensions.
 
-use burn::tensor::Shape;
-
 use bonfire_core::Error;
 
 /// A dimension of a shape.
 #[derive(Clone, Debug)]
-pub(crate) struct Axis {
-    shape: Shape,
+pub struct Axis {
+    shape: Vec<usize>,
     dim: usize,
 }
 
 impl Axis {
-    /// Dimension `dim` of the shape. A negative one counts from the end.
-    pub fn new(operation: &str, shape: Shape, dim: isize) -> Result<Axis, Error> {
-        let rank = shape.num_dims();
+    /// Returns dimension `dim` of the shape. A negative one counts from the end.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the shape has no such dimension.
+    pub fn new(operation: &str, shape: &[usize], dim: isize) -> Result<Axis, Error> {
+        let rank = shape.len();
         let counted = if dim < 0 { dim.checked_add_unsigned(rank) } else { Some(dim) };
         match counted.and_then(|dim| usize::try_from(dim).ok()).filter(|dim| *dim < rank) {
-            Some(dim) => Ok(Axis { shape, dim }),
+            Some(dim) => Ok(Axis { shape: shape.to_vec(), dim }),
             None => {
-                let reason =
-                    format!("dimension {dim} is none of {:?}: give one from -{rank} to {}", shape.as_slice(), rank - 1);
+                let reason = match rank {
+                    0 => format!("dimension {dim} of a tensor that has no dimensions"),
+                    _ => format!("dimension {dim} is none of {shape:?}: give one from -{rank} to {}", rank - 1),
+                };
                 Err(Error::argument(operation, reason))
             }
         }
     }
 
     /// Returns the tensor's length along the dimension.
-    pub fn len(&self) -> usize {
+    pub fn length(&self) -> usize {
         self.shape[self.dim]
     }
 
     /// Returns the shape with length `len` along the dimension.
-    pub fn shape(&self, len: usize) -> Shape {
+    pub fn shape(&self, len: usize) -> Vec<usize> {
         let mut shape = self.shape.clone();
         shape[self.dim] = len;
         shape
     }
 
-    /// What ranks must agree on: the number of dimensions, the dimension, and the lengths along all others.
+    /// Returns what ranks must agree on: the number of dimensions, the dimension, and the lengths along all others.
     pub fn common(&self) -> Vec<usize> {
         let others = self.shape.iter().enumerate().filter(|(dim, _)| *dim != self.dim).map(|(_, len)| *len);
-        [self.shape.num_dims(), self.dim].into_iter().chain(others).collect()
+        [self.shape.len(), self.dim].into_iter().chain(others).collect()
     }
 
     /// Returns the products of the lengths before and after the dimension.
@@ -51,6 +54,9 @@ impl Axis {
     }
 
     /// Returns the number of elements of each part of these sizes, and of all parts.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if no tensor has so many.
     pub fn counts(&self, operation: &str, sizes: &[usize]) -> Result<(Vec<usize>, usize), Error> {
         let (outer, inner) = self.outer_and_inner();
         let unit = outer * inner;
@@ -67,17 +73,17 @@ impl Axis {
 
     /// Returns the shape of a whole of `n` equal parts, each `len` long, with one more dimension that counts the parts.
     /// In the order of dimensions that is returned with it, the parts lie one after the other in memory.
-    pub fn parts(&self, n: usize, len: usize) -> (Shape, Vec<usize>) {
-        let mut dims = self.shape.to_vec();
+    pub fn parts(&self, n: usize, len: usize) -> (Vec<usize>, Vec<usize>) {
+        let mut dims = self.shape.clone();
         dims[self.dim] = len;
         dims.insert(self.dim, n);
         let order = self.before_others(dims.len());
-        (Shape::from(dims), order)
+        (dims, order)
     }
 
     /// Returns the order of dimensions in which this one is the outermost.
     pub fn front(&self) -> Vec<usize> {
-        self.before_others(self.shape.num_dims())
+        self.before_others(self.shape.len())
     }
 
     /// Returns the order of so many dimensions in which the one at this place comes first.
@@ -132,7 +138,7 @@ mod tests {
 
     #[test]
     fn negative_dimensions_count_from_the_end_once() {
-        let dim = |dim| Axis::new("test", Shape::new([2, 3, 4]), dim).map(|axis| axis.dim);
+        let dim = |dim| Axis::new("test", &[2, 3, 4], dim).map(|axis| axis.dim);
         assert_eq!([-3, -2, -1, 0, 1, 2].map(|d| dim(d).unwrap()), [0, 1, 2, 0, 1, 2]);
         for wrong in [-4, 3, isize::MIN, isize::MAX] {
             let error = dim(wrong).unwrap_err().to_string();
@@ -143,7 +149,7 @@ mod tests {
     /// Two rows of 1 + 0 + 2 columns.
     #[test]
     fn split_and_join_are_inverse() {
-        let axis = Axis::new("test", Shape::new([2, 3]), 1).unwrap();
+        let axis = Axis::new("test", &[2, 3], 1).unwrap();
         assert!(!axis.is_outermost());
         let (whole, mut parts, mut joined) = ([1, 2, 3, 4, 5, 6], [0; 6], [0; 6]);
         axis.split(&[1, 0, 2], 1, &whole, &mut parts);
@@ -154,7 +160,7 @@ mod tests {
 
     #[test]
     fn sizes_that_overflow_are_refused() {
-        let axis = Axis::new("test", Shape::new([3, 2]), 0).unwrap();
+        let axis = Axis::new("test", &[3, 2], 0).unwrap();
         assert_eq!(axis.counts("test", &[2, 0, 1]).unwrap(), (vec![4, 0, 2], 6));
         assert!(axis.counts("test", &[usize::MAX, 1]).is_err());
         assert!(axis.counts("test", &[usize::MAX / 2, 1]).is_err());
