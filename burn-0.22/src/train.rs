@@ -26,11 +26,13 @@
 mod adapter;
 mod batch_norm;
 mod data_parallel;
+mod embedding;
 mod fully_sharded;
 mod model;
 mod parts;
 mod pass;
 mod replicas;
+mod seeded;
 mod sharded;
 mod sharded_block;
 mod slices;
@@ -43,8 +45,10 @@ pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding};
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;
+pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
+pub use self::seeded::seeded;
 pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;

@@ -10,6 +10,7 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`gather::GatherSteps`] |
 //! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
+//! | draw the same weights on all ranks | [`seeded`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
 //! | save and load sets that any number of ranks can load | [`checkpoint`] |
 //!
@@ -27,8 +28,10 @@ mod mesh;
 pub mod parameters;
 pub mod protocol;
 mod sampler;
+mod seeded;
 pub mod shards;
 pub mod step;
 
 pub use self::mesh::{DeviceMesh, Sharding};
 pub use self::sampler::{Epoch, ShardedSampler};
+pub use self::seeded::seeded;
