@@ -8,13 +8,17 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`FullyShardedParallel`] |
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
+//! | start with the same weights on any number of ranks | [`train::seeded`] |
 //! | exchange numbers | [`Group`] |
 //!
 //! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: checkpoints,
 //! operations on tensors, and collective devices.
 //!
 //! # Features
-//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Gradients go through host memory on all of them.
+//! * `flex` (default), `ndarray`, `wgpu`, `cuda`, `rocm`: burn's backends. Gradients go through host memory on all of
+//!   them, which is logged once on the last three. With `wgpu` also burn's `vulkan`, `metal` and `webgpu`.
+//! * `cubecl`: what the last three have in common. Alone it is for another of burn's backends on cubecl, which the
+//!   program turns on in burn.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
 #![warn(missing_docs)]

@@ -1,6 +1,6 @@
 //! A differentiable sum over the ranks of a group.
 
-#[cfg(feature = "wgpu")]
+#[cfg(feature = "cubecl")]
 use burn::backend::Cube;
 #[cfg(feature = "flex")]
 use burn::backend::Flex;
@@ -36,7 +36,7 @@ pub struct Sum {
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
-    Cube: cfg(feature = "wgpu"),
+    Cube: cfg(feature = "cubecl"),
     Autodiff
 )]
 pub trait SumOps: Backend {
@@ -52,7 +52,7 @@ impl SumOps for Flex {}
 #[cfg(feature = "ndarray")]
 impl SumOps for NdArray {}
 
-#[cfg(feature = "wgpu")]
+#[cfg(feature = "cubecl")]
 impl SumOps for Cube {}
 
 impl<B: SumOps, C: CheckpointStrategy> SumOps for Autodiff<B, C>
