@@ -9,6 +9,7 @@
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
 //! | start with the same weights on any number of ranks | [`train::seeded`] |
+//! | train with burn-train's `Learner` | `DataParallelStrategy` (feature `learner`) |
 //! | exchange numbers | [`Group`] |
 //!
 //! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: checkpoints,
@@ -19,6 +20,7 @@
 //!   them, which is logged once on the last three. With `wgpu` also burn's `vulkan`, `metal` and `webgpu`.
 //! * `cubecl`: what the last three have in common. Alone it is for another of burn's backends on cubecl, which the
 //!   program turns on in burn.
+//! * `learner`: a strategy for burn-train.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
 #![warn(missing_docs)]
@@ -34,6 +36,8 @@ pub use bonfire_core::{
 };
 #[cfg(unix)]
 pub use bonfire_core::{Secret, TransportKind, yscv};
+#[cfg(feature = "learner")]
+pub use train::DataParallelStrategy;
 pub use train::{
     DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
     SyncBatchNorm, SyncBatchNormConfig,

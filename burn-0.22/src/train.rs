@@ -28,6 +28,8 @@ mod batch_norm;
 mod data_parallel;
 mod embedding;
 mod fully_sharded;
+#[cfg(feature = "learner")]
+mod learner;
 mod model;
 mod parts;
 mod pass;
@@ -47,6 +49,8 @@ pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
+#[cfg(feature = "learner")]
+pub use self::learner::DataParallelStrategy;
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
 pub use self::seeded::seeded;

@@ -10,6 +10,7 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`gather::GatherSteps`] |
 //! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
+//! | keep the ranks of a training loop in lockstep | [`iteration`] |
 //! | draw the same weights on all ranks | [`seeded`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
 //! | save and load sets that any number of ranks can load | [`checkpoint`] |
@@ -23,6 +24,7 @@ mod bucket;
 pub mod checkpoint;
 pub mod compression;
 pub mod gather;
+pub mod iteration;
 pub mod lane;
 mod mesh;
 pub mod parameters;
