@@ -13,12 +13,18 @@
 //! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
 //! | run a program written for burn-collective, in one process | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
 //! | run collectives on slices | [`Group`] |
+//! | start with the same weights on any number of ranks | [`train::seeded`] |
+//! | train with burn-train's `Learner` | `DataParallelStrategy` (feature `learner`) |
 //!
 //! The root package of the repository is the same for burn 0.21. What it has and this one has not yet: collective
 //! devices, and sessions of burn-collective over several nodes.
 //!
 //! # Features
-//! * `flex` (default), `ndarray`, `wgpu`: burn's backends. Tensors go through host memory on all of them.
+//! * `flex` (default), `ndarray`, `wgpu`, `cuda`, `rocm`: burn's backends. Tensors go through host memory on all of
+//!   them, which is logged once on the last three. With `wgpu` also burn's `vulkan`, `metal` and `webgpu`.
+//! * `cubecl`: what the last three have in common. Alone it is for another of burn's backends on cubecl, which the
+//!   program turns on in burn.
+//! * `learner`: a strategy for burn-train.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
 #![warn(missing_docs)]
@@ -41,6 +47,8 @@ pub use burn_collective::{
     reset_collective,
 };
 pub use tensor::communicator::{DeviceCommunicator, Routing};
+#[cfg(feature = "learner")]
+pub use train::DataParallelStrategy;
 pub use train::{
     Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
     Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,

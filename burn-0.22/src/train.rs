@@ -27,12 +27,16 @@ mod adapter;
 mod batch_norm;
 pub mod checkpoint;
 mod data_parallel;
+mod embedding;
 mod fully_sharded;
+#[cfg(feature = "learner")]
+mod learner;
 mod model;
 mod parts;
 mod pass;
 mod replicas;
 mod resume;
+mod seeded;
 mod sharded;
 mod sharded_block;
 mod slices;
@@ -41,15 +45,18 @@ mod verify;
 mod walk;
 
 pub use bonfire_train::compression;
-pub use bonfire_train::step::layers::attempt;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding};
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::checkpoint::Checkpoints;
 pub use self::data_parallel::DataParallel;
+pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
+#[cfg(feature = "learner")]
+pub use self::learner::DataParallelStrategy;
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
+pub use self::seeded::seeded;
 pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;
 pub use self::training_state::TrainingState;

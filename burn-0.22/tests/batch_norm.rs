@@ -1,6 +1,6 @@
 //! `SyncBatchNorm` on burn 0.22: what burn's layer computes with the global batch.
 
-use bonfire::train::attempt;
+use bonfire::tensor::autodiff::attempt;
 use bonfire::{DataParallel, Error, SyncBatchNorm, SyncBatchNormConfig};
 use bonfire_testing::ranks;
 use burn::module::{Module, Param};

@@ -1,12 +1,9 @@
 //! Seeded initialisation: the same weights on any number of ranks.
 
-use std::sync::Mutex;
-
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 
-use bonfire_core::internal::{AgreedOperations, ByteOperations, Request, hash, lock};
-use bonfire_core::{DType, Error, Group, Operation};
+use bonfire_core::{Error, Group};
 
 /// Creates a model whose random weights depend on `seed` only: the same on every rank, for any number of ranks, whether
 /// they are threads or processes. All ranks call it with the same seed, and `init` draws the same numbers on each.
@@ -43,21 +40,13 @@ pub fn seeded<B: Backend, M: Module<B>>(
     device: &B::Device,
     init: impl FnOnce() -> M,
 ) -> Result<M, Error> {
-    static GENERATOR: Mutex<()> = Mutex::new(());
-    // From here on no rank draws anything else.
-    group.operate(Request::new(Operation::Barrier, DType::U8).part_of("seeded"), None, &mut [])?;
-    let (model, drawn) = {
-        let _turn = lock(&GENERATOR);
-        B::seed(device, seed);
+    let draw = || {
         let model = init();
         // burn initialises weights lazily, when they are first used. Counting the parameters is such a use.
         model.num_params();
         // A device draws asynchronously.
-        let drawn = B::sync(device).map_err(|error| Error::io("drawing weights", error));
-        let own = [seed, group.rank() as u64].into_iter().flat_map(u64::to_le_bytes);
-        B::seed(device, hash(own));
-        (model, drawn)
+        B::sync(device).map_err(|error| Error::io("drawing weights", error))?;
+        Ok(model)
     };
-    group.all_gather_results(drawn)?;
-    Ok(model)
+    bonfire_train::seeded(group, seed, |seed| B::seed(device, seed), draw)
 }

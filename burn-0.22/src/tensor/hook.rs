@@ -25,7 +25,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-#[cfg(feature = "wgpu")]
+#[cfg(feature = "cubecl")]
 use burn::backend::Cube;
 #[cfg(feature = "flex")]
 use burn::backend::Flex;
@@ -79,7 +79,7 @@ struct Ladder {
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
-    Cube: cfg(feature = "wgpu"),
+    Cube: cfg(feature = "cubecl"),
     Autodiff
 )]
 pub trait HookOps: Backend {
@@ -123,7 +123,7 @@ impl HookOps for Flex {}
 #[cfg(feature = "ndarray")]
 impl HookOps for NdArray {}
 
-#[cfg(feature = "wgpu")]
+#[cfg(feature = "cubecl")]
 impl HookOps for Cube {}
 
 impl<B: HookOps, C: CheckpointStrategy> HookOps for Autodiff<B, C>

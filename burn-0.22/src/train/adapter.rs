@@ -24,6 +24,8 @@ pub(super) struct BurnTensors {
 
 impl BurnTensors {
     pub fn of(parameters: &Parameters) -> Arc<dyn Tensors> {
+        #[cfg(feature = "cubecl")]
+        say_staged(parameters);
         let of = parameters.iter().map(|parameter| (parameter.shape.clone(), parameter.spec.clone()));
         Arc::new(BurnTensors { parameters: of.collect() })
     }
@@ -34,6 +36,22 @@ impl BurnTensors {
         let wide = if dtype == DType::F64 { BurnDType::F64 } else { BurnDType::F32 };
         let burn = if dtype == own.carrier { own.dtype } else { wide };
         TensorSpec { device: own.device.clone(), dtype: burn, carrier: dtype }
+    }
+}
+
+/// Says once per process that gradients on an accelerator go through host memory.
+#[cfg(feature = "cubecl")]
+fn say_staged(parameters: &Parameters) {
+    use burn::backend::DispatchDevice;
+
+    static SAID: std::sync::Once = std::sync::Once::new();
+    let device = parameters.iter().find_map(|parameter| match &parameter.spec.device {
+        DispatchDevice::Cube(device) => Some(device),
+        #[allow(unreachable_patterns, reason = "without another backend")]
+        _ => None,
+    });
+    if let Some(device) = device {
+        SAID.call_once(|| log::info!("gradients of models on {device:?} go through host memory"));
     }
 }
 

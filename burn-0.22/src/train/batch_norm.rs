@@ -105,8 +105,8 @@ impl SyncBatchNorm {
     ///
     /// # Panics
     /// * If the collective fails, here or in the backward pass, with the text of the [`Error`].
-    ///   [`attempt`](crate::train::attempt) turns this panic into an error. After a failure here the running statistics
-    ///   are unchanged.
+    ///   [`attempt`](crate::tensor::autodiff::attempt) turns this panic into an error. After a failure here the running
+    ///   statistics are unchanged.
     /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`].
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {

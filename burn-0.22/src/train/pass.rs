@@ -211,7 +211,7 @@ impl<M> Open<M> {
         self.end(direct, problem)
     }
 
-    fn finish_trained(self, gradients: GradientsParams) -> Result<Option<Outcome>, Error> {
+    pub fn finish_trained(self, gradients: GradientsParams) -> Result<Option<Outcome>, Error> {
         let (left, _) = self.parameters.take(gradients);
         let problem = left.first().map(|(position, _)| Problem::Twice(*position));
         self.end(Vec::new(), problem)

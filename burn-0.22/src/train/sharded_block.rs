@@ -3,7 +3,8 @@
 use burn::module::{Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor};
 use burn::tensor::Device;
 
-use bonfire_train::gather::marks::{BEGIN, END, Run, gathers_at_use};
+use super::walk::Remade;
+use bonfire_train::gather::marks::{BEGIN, END, Run};
 
 /// A module whose parameters are gathered as one operation before its forward pass and freed after it, in the training
 /// steps of a [`FullyShardedParallel`](crate::FullyShardedParallel).
@@ -39,24 +40,22 @@ use bonfire_train::gather::marks::{BEGIN, END, Run, gathers_at_use};
 #[derive(Clone, Debug)]
 pub struct ShardedBlock<M> {
     module: M,
-    /// Whether the parameters are gathered at their first use: in the model of a step.
-    gathers: bool,
+    /// In the model of a step: what gathers the parameters at their first use in each run.
+    remade: Option<Remade>,
 }
 
-impl<M: Clone> ShardedBlock<M> {
+impl<M: Module> ShardedBlock<M> {
     /// Marks a module.
     pub fn new(module: M) -> Self {
-        ShardedBlock { module, gathers: false }
+        ShardedBlock { module, remade: None }
     }
 
     /// Runs a part of the forward pass with the module. Its gathered parameters are freed afterwards: `pass` must not
     /// keep them or the module, and uses the module on the calling thread.
     pub fn run<R>(&self, pass: impl FnOnce(&M) -> R) -> R {
-        if !self.gathers {
-            return pass(&self.module);
-        }
-        // What is gathered at its first use in a clone is dropped with the clone.
-        let module = self.module.clone();
+        let Some(remade) = &self.remade else { return pass(&self.module) };
+        // What is gathered at its first use is dropped with this module.
+        let module = remade.anew(self.module.clone());
         let run = Run::begin();
         let result = pass(&module);
         drop(module);
@@ -109,7 +108,7 @@ impl<M: Module> Module for ShardedBlock<M> {
         let module = self.module.map(mapper);
         mapper.enter_module("", END);
         mapper.exit_module("", END);
-        ShardedBlock { module, gathers: gathers_at_use() }
+        ShardedBlock { module, remade: Remade::offered() }
     }
 }
 

@@ -1,14 +1,18 @@
 //! Visits and maps a model's parameters of every kind in one way.
 
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
 
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Autodiff;
-use burn::tensor::{Bool, Float, Int, Shape, Tensor};
+use burn::tensor::{Bool, Device, Float, Int, Shape, Tensor};
 
 use crate::tensor::host::float;
-use bonfire_train::gather::marks::BlockPath;
+use bonfire_core::internal::lock;
+use bonfire_train::gather::marks::{BlockPath, END};
 
 /// A kind of tensors.
 pub(super) trait Kind: Autodiff + 'static {
@@ -184,9 +188,16 @@ impl<F: FnMut(FloatParameter)> ModuleVisitor for Floats<F> {
 }
 
 /// A parameter whose value is made at its first use.
+#[derive(Clone)]
 pub(super) struct Lazy {
     pub shape: Shape,
     pub value: Arc<dyn Fn() -> DispatchTensor + Send + Sync>,
+}
+
+impl Lazy {
+    fn param<const D: usize>(self, id: ParamId, device: Device, trained: bool) -> Param<Tensor<D>> {
+        Param::uninitialized(id, move |_, _| Tensor::from_dispatch((self.value)()), device, trained, self.shape)
+    }
 }
 
 /// Makes the values of parameters of floats, for which `f` returns how, at their first use. `enter` gets the type of
@@ -211,10 +222,66 @@ impl<E: FnMut(&str), F: FnMut(FloatParameter) -> Option<Lazy>> ModuleMapper for 
             return param;
         };
         let trained = parameter.trained;
-        let Some(Lazy { shape, value }) = (self.1)(parameter) else {
-            return param;
-        };
-        let device = param.lazy_device();
-        Param::uninitialized(param.id, move |_, _| Tensor::from_dispatch(value()), device, trained, shape)
+        match (self.1)(parameter) {
+            Some(lazy) => lazy.param(param.id, param.lazy_device(), trained),
+            None => param,
+        }
+    }
+}
+
+thread_local! {
+    /// For the block that a mapper has just left: what makes its parameters.
+    static OFFERED: RefCell<Option<Remade>> = const { RefCell::new(None) };
+}
+
+/// What makes parameters again at each first use: in each run of a block. In burn 0.22 the clones of a parameter share
+/// the value that one of them makes, so a clone of a module would keep it.
+#[derive(Clone, Default)]
+pub(super) struct Remade(Arc<Mutex<HashMap<ParamId, (Lazy, bool)>>>);
+
+impl Remade {
+    /// `trained`: whether the parameter needs a gradient.
+    pub fn insert(&self, id: ParamId, lazy: Lazy, trained: bool) {
+        lock(&self.0).insert(id, (lazy, trained));
+    }
+
+    /// Tells a block that the mapper, which enters this container, has made its parameters so. Mappers have no other
+    /// way to change what is no parameter.
+    pub fn offer(&self, container: &str) {
+        if container == END {
+            OFFERED.set(Some(self.clone()));
+        }
+    }
+
+    /// Returns what was offered to the block that was just mapped.
+    pub fn offered() -> Option<Remade> {
+        OFFERED.take()
+    }
+
+    /// Returns a module with parameters whose values are not made yet, also where those of `module` are.
+    pub fn anew<M: Module>(&self, module: M) -> M {
+        module.map(&mut Anew(self))
+    }
+}
+
+impl fmt::Debug for Remade {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Remade")
+    }
+}
+
+struct Anew<'a>(&'a Remade);
+
+impl ModuleMapper for Anew<'_> {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        self.0.offer(container);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let lazy = lock(&self.0.0).get(&param.id).cloned();
+        match lazy {
+            Some((lazy, trained)) => lazy.param(param.id, param.lazy_device(), trained),
+            None => param,
+        }
     }
 }

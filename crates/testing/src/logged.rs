@@ -2,7 +2,7 @@
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use log::{Level, LevelFilter, Log, Metadata, Record};
+use log::{LevelFilter, Log, Metadata, Record};
 
 struct LogRecorder {
     lines: Mutex<Vec<String>>,
@@ -13,8 +13,13 @@ static RECORDER: LogRecorder = LogRecorder { lines: Mutex::new(Vec::new()), more
 
 /// Starts to record warnings and errors. Called once per process.
 pub fn record() {
+    record_from(LevelFilter::Warn);
+}
+
+/// As [`record`], from another level on.
+pub fn record_from(level: LevelFilter) {
     log::set_logger(&RECORDER).expect("the only logger");
-    log::set_max_level(LevelFilter::Warn);
+    log::set_max_level(level);
 }
 
 /// Forgets the lines so far.
@@ -37,7 +42,7 @@ pub fn wait_for(words: &[&str]) {
 
 impl Log for LogRecorder {
     fn enabled(&self, metadata: &Metadata) -> bool {
-        metadata.level() <= Level::Warn
+        metadata.level() <= log::max_level()
     }
 
     fn log(&self, record: &Record) {

@@ -15,10 +15,10 @@ use crate::train::adapter::{handle, opened};
 use crate::train::batch_norm;
 use crate::train::model::{Parameter, Parameters};
 use crate::train::pass::{Node, Nodes};
-use crate::train::walk::{FloatParameter, Lazy, map_floats, map_lazily};
+use crate::train::walk::{FloatParameter, Lazy, Remade, map_floats, map_lazily};
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
-use bonfire_train::gather::marks::{at_end_of_run, gather_at_use};
+use bonfire_train::gather::marks::at_end_of_run;
 use bonfire_train::gather::{GatherSteps, Hooks};
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::shards::{self, Layout};
@@ -82,8 +82,9 @@ pub(super) fn gathered_at_use<M: Module>(
     let start = PassStart::now();
     // Whether the forward pass has come to a parameter that needs a gradient.
     let tracks = Arc::new(AtomicBool::new(false));
+    let remade = Remade::default();
     let enter = |container: &str| {
-        gather_at_use(container);
+        remade.offer(container);
         batch_norm::offer_weight(container, weight);
     };
     let model = map_lazily(model.clone(), enter, |FloatParameter { id, value: part, trained }| {
@@ -100,7 +101,9 @@ pub(super) fn gathered_at_use<M: Module>(
             start: start.clone(),
             hooks: hooks.clone(),
         };
-        Some(Lazy { shape, value: Arc::new(move || gathered.at_use()) })
+        let lazy = Lazy { shape, value: Arc::new(move || gathered.at_use()) };
+        remade.insert(id, lazy.clone(), trained);
+        Some(lazy)
     });
     (model, nodes)
 }

@@ -25,6 +25,9 @@ pub(super) struct Pass {
     /// The blocks in the order in which the forward pass has gathered them.
     forward: Vec<usize>,
     backward: Option<Backward>,
+    /// The blocks of the backward pass that the forward pass keeps, or starts to gather. No rank starts them again, not
+    /// even one that gets their gradients without their values.
+    ahead: Vec<usize>,
     /// By block, whether the backward pass has needed its values.
     pub needed: Vec<bool>,
     /// By position, whether the backward pass has a gradient that is not there yet.
@@ -73,6 +76,7 @@ impl Pass {
             blocks: (0..blocks).map(|_| BlockState::Freed).collect(),
             forward: Vec::new(),
             backward: None,
+            ahead: Vec::new(),
             needed: vec![false; blocks],
             expected: vec![false; count],
             received: vec![false; count],
@@ -150,9 +154,11 @@ impl Pass {
         let is_kept = self.backward.is_none() && self.is_last() && self.plan().first() == Some(&block);
         if is_kept && self.announces().is_ok_and(|announces| announces == Some(false)) {
             // The backward pass begins with it.
+            self.ahead.push(block);
             self.prefetch();
         } else {
             self.blocks[block] = BlockState::Freed;
+            self.ahead.retain(|ahead| *ahead != block);
         }
     }
 
@@ -169,11 +175,13 @@ impl Pass {
     /// Starts to gather the block that will be needed next, so that it is there by then. If the forward pass has
     /// gathered its last block, that is one of the first two of the backward pass.
     fn prefetch(&mut self) {
-        let next = match self.is_last() {
+        let is_last = self.is_last();
+        let next = match is_last {
             true => self.plan().into_iter().take(2).find(|block| matches!(self.blocks[*block], BlockState::Freed)),
             false => self.engine.history.next(&self.forward),
         };
         if let Some(block) = next {
+            self.ahead.extend(is_last.then_some(block));
             let started = self.start(block);
             self.noted(started);
         }
@@ -288,7 +296,12 @@ impl Pass {
         self.begin_backward();
         self.send_zeros()?;
         for block in self.left() {
-            if !matches!(self.blocks[block], BlockState::Gathered(_)) {
+            let is_started = match &self.blocks[block] {
+                BlockState::Freed => self.ahead.contains(&block),
+                BlockState::InFlight(_) => false,
+                BlockState::Gathered(_) => true,
+            };
+            if !is_started {
                 self.gather(block, false)?;
             }
             self.blocks[block] = BlockState::Freed;

@@ -161,6 +161,8 @@ pub struct Sharded {
     steps: GatherSteps,
     parts: Model,
     momentum: Momentum,
+    /// Whether the backward pass has kept what the forward pass has gathered.
+    keeps_values: bool,
 }
 
 impl Sharded {
@@ -175,7 +177,8 @@ impl Sharded {
             cut(steps.layout(), position, cast_slice(&whole), 4, cast_slice_mut(&mut part));
             part
         };
-        Sharded { parts: initial().into_iter().enumerate().map(part).collect(), steps, momentum: Momentum::default() }
+        let parts = initial().into_iter().enumerate().map(part).collect();
+        Sharded { parts, steps, momentum: Momentum::default(), keeps_values: false }
     }
 
     fn tensors(&self) -> Vec<Option<Tensor>> {
@@ -188,15 +191,17 @@ impl Sharded {
             let pass = self.steps.pass(header(), self.tensors(), last).unwrap();
             pass.set_weight(samples.len() as f64).unwrap();
             let hooks = pass.hooks();
-            let runs = RefCell::new(Vec::new());
+            let (runs, kept) = (RefCell::new(Vec::new()), RefCell::new(vec![None; self.parts.len()]));
             let parameter = |position: usize, again: bool| {
                 let value = if again {
                     runs.take().into_iter().for_each(|block| hooks.end_run(block));
-                    hooks.value_again(position)
+                    let kept = kept.borrow()[position].clone();
+                    kept.filter(|_| self.keeps_values).or_else(|| hooks.value_again(position))
                 } else {
                     hooks.expect(position);
                     let value = hooks.value(position);
                     runs.borrow_mut().extend(value.gathered);
+                    kept.borrow_mut()[position] = value.tensor.clone();
                     value.tensor
                 };
                 values(&value.expect("it is gathered")).to_vec()
@@ -232,10 +237,12 @@ impl Sharded {
     }
 }
 
-pub fn by_parts(group: Group, replicas: usize, keep: bool) -> Model {
+/// `some_keep_values`: see [`Sharded`]; every other rank.
+pub fn by_parts(group: Group, replicas: usize, keep: bool, some_keep_values: bool) -> Model {
     let (rank, n) = (group.rank(), group.world_size());
     let mesh = DeviceMesh::new(group, [("replicate", replicas), ("shard", n / replicas)]).unwrap();
     let mut training = Sharded::new(mesh, keep);
+    training.keeps_values = some_keep_values && rank % 2 == 1;
     (0..STEPS).for_each(|step| training.step(batches(step, rank, n)));
     training.whole()
 }

@@ -77,7 +77,8 @@ impl Pass {
         let Some(backward) = &mut self.backward else { return Ok(()) };
         let Some(at) = backward.plan.iter().position(|planned| *planned == block) else { return Ok(()) };
         let end = (at + 1 + more).min(backward.plan.len());
-        let due = backward.plan[backward.started.min(end)..end].to_vec();
+        let due = backward.plan[backward.started.min(end)..end].iter().filter(|block| !self.ahead.contains(block));
+        let due: Vec<_> = due.copied().collect();
         backward.started = backward.started.max(end);
         due.into_iter().try_for_each(|block| self.start(block))
     }

@@ -1,0 +1,212 @@
+//! Data-parallel training with burn-train's `Learner`.
+//!
+//! burn-train's own distributed strategy trains on devices of one process whose backend has collectives. This one
+//! trains on the ranks of a group, each of which launches a training of its own.
+
+mod rank;
+mod records;
+
+use std::sync::{Arc, Mutex};
+
+use burn_train::renderer::CliMetricsRenderer;
+use burn_train::train::WorkerFailure;
+use burn_train::{
+    Interrupter, Learner, LearnerModel, LearningResult, SupervisedLearningStrategy, SupervisedTraining,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingError, TrainingStrategy, ValidLoader,
+};
+
+use self::rank::{Leader, Rank};
+use bonfire_core::internal::lock;
+use bonfire_core::{Error, Group};
+
+/// A strategy for burn-train's [`SupervisedTraining`]: data-parallel training on the ranks of a group, on any backend.
+///
+/// Every rank makes a model, a learner and a training, as for one device, and launches it with the strategy:
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use bonfire::{DataParallelStrategy, Group};
+/// # use burn::data::dataloader::DataLoader;
+/// # use burn::optim::AdamConfig;
+/// # use burn_train::metric::{Adaptor, LossInput, LossMetric};
+/// # use burn_train::{InferenceStep, Learner, LearnerModel, SupervisedTraining, TrainStep};
+/// # fn fit<M: LearnerModel>(
+/// #     group: Group,
+/// #     model: M,
+/// #     train: Arc<dyn DataLoader<<M as TrainStep>::Input>>,
+/// #     valid: Arc<dyn DataLoader<<M as InferenceStep>::Input>>,
+/// # ) -> Result<M, bonfire::Error>
+/// # where
+/// #     <M as TrainStep>::Output: Adaptor<LossInput>,
+/// #     <M as InferenceStep>::Output: Adaptor<LossInput>,
+/// # {
+/// let training = SupervisedTraining::new("folder", train, valid)
+///     .metrics((LossMetric::new(),))
+///     .with_default_checkpointers()
+///     .num_epochs(10);
+/// let learner = Learner::new(model, AdamConfig::new().init(), 1e-3);
+/// let result = DataParallelStrategy::new(group).launch(training, learner)?;
+/// # Ok(result.model)
+/// # }
+/// ```
+///
+/// A program calls such a function in the closure of [`launch`](crate::launch()), so its ranks are threads or
+/// processes.
+///
+/// # What the ranks do
+/// All ranks have loaders of the same data. As in burn's distributed strategy, each trains on a part of equal length,
+/// and the last one also gets the remainder. In an iteration each rank trains with one batch, so batches of `b` samples
+/// on `n` ranks are those of `n * b` samples on one device. All else is as on one device: an iteration uses the mean
+/// over the samples of all its batches, gradients of accumulated iterations are added, and the learning rate schedule
+/// advances with each step of the optimizer. Gradients are exchanged during the backward pass, as by
+/// [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model, start
+/// with rank 0's parameters, and end with the same.
+///
+/// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Metrics of
+/// training are over its own batches. Its folder is the only one that is written to; the others may have the same.
+/// Interrupting any rank stops all after the same iteration. While rank 0 validates, the others wait, for any time. But
+/// each validation batch, each checkpoint and each decision on early stopping must end within the group's
+/// [deadline](Group::deadline).
+///
+/// To resume, rank 0 loads a checkpoint by [`SupervisedTraining::checkpoint`]. The others take over its epoch, model,
+/// optimizer and schedule. They need no checkpoint: leave the setting out where its files are not, or burn panics. All
+/// must have the same number of epochs and the same gradient accumulation.
+///
+/// # Ranks with fewer batches
+/// A rank whose data ends earlier in an epoch, or that has none at all, takes part in the steps of the others until no
+/// rank has a batch left. The numbers of samples are those that the data loaders count in their progress; if one does
+/// not count, all batches of an iteration have equal weights. A model whose layers communicate, such as one with
+/// [`SyncBatchNorm`](crate::SyncBatchNorm), needs equally many batches on all ranks. Otherwise the training fails, with
+/// [`Error::Mismatch`]: make the number of samples a multiple of the number of ranks.
+///
+/// # Failures
+/// If a rank fails, the training ends on all of them, and each gets an error: from [`launch`](Self::launch), or, where
+/// the program launches the training itself, in burn's `LearningResult::error` and from [`failure`](Self::failure). A
+/// panic in the model's own code propagates, and the other ranks get [`Error::PeerLost`] once its group is dropped.
+///
+/// # Limits
+/// Make the model on each rank, not as a clone of one: clones share the statistics of burn's `BatchNorm`. Each rank has
+/// its own, and rank 0's are those of validation and of checkpoints. For gradient checkpointing make the model on
+/// `device.gradient_checkpointing()`: burn does not tell strategies its setting.
+pub struct DataParallelStrategy {
+    group: Group,
+    failure: Mutex<Option<Error>>,
+}
+
+impl DataParallelStrategy {
+    /// Makes the strategy of this rank. It does not communicate.
+    pub fn new(group: Group) -> Self {
+        DataParallelStrategy { group, failure: Mutex::new(None) }
+    }
+
+    /// Launches a training with this strategy. Ranks other than 0 get a renderer that shows nothing, and no log file,
+    /// whatever the training has.
+    ///
+    /// Where the strategy must be burn's [`TrainingStrategy::Custom`], give the others such a training yourself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if their models or settings differ, or if a model is on several devices;
+    /// the group remains usable. Otherwise the errors of [`DataParallel`](crate::DataParallel)'s steps.
+    ///
+    /// What fails in burn's own code is in the result, on the rank that failed and on the others:
+    /// [`LearningResult::error`].
+    ///
+    /// # Panics
+    /// As burn's: on rank 0 if burn cannot load the checkpoint.
+    pub fn launch<M: LearnerModel>(
+        self,
+        training: SupervisedTraining<M>,
+        learner: Learner<M>,
+    ) -> Result<LearningResult<M>, Error> {
+        let strategy = Arc::new(self);
+        let training = match strategy.group.rank() {
+            0 => training,
+            // It shows only what happens, and nothing does: burn's other one takes the terminal at once.
+            _ => training.renderer(Box::new(CliMetricsRenderer::new())).with_application_logger(None),
+        };
+        let custom = TrainingStrategy::Custom(strategy.clone());
+        let result = training.with_training_strategy(custom).launch(learner);
+        strategy.failure().map_or(Ok(result), Err)
+    }
+
+    /// Returns the error of the last training, if it failed. The error stays until the next training begins.
+    pub fn failure(&self) -> Option<Error> {
+        lock(&self.failure).clone()
+    }
+}
+
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
+    fn train(
+        &self,
+        learner: Learner<M>,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        components: TrainingComponents<M>,
+    ) -> LearningResult<M> {
+        if self.group.rank() == 0 {
+            return WithEvents(self).train(learner, train, valid, components);
+        }
+        let interrupter = components.interrupter.clone();
+        let first_epoch = components.checkpoint.unwrap_or(0) + 1;
+        let (model, processor) = self.fit(components, learner, train, valid, first_epoch);
+        LearningResult {
+            model: model.valid(),
+            renderer: burn_train::EventProcessorTraining::renderer(processor),
+            interrupted: interrupter.interruption(),
+            error: interrupter.error(),
+        }
+    }
+
+    fn fit(
+        &self,
+        components: TrainingComponents<M>,
+        learner: Learner<M>,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        first_epoch: usize,
+    ) -> (M, SupervisedTrainingEventProcessor<M>) {
+        *lock(&self.failure) = None;
+        let interrupter = components.interrupter;
+        let mut leader = Leader {
+            train_items: train.num_items(),
+            valid,
+            processor: components.event_processor,
+            checkpointer: components.checkpointer,
+            early_stopping: components.early_stopping,
+            store: components.event_store,
+        };
+        let mut rank = Rank {
+            group: &self.group,
+            learner,
+            epochs: [first_epoch, components.num_epochs],
+            accumulation: components.grad_accumulation,
+            interrupter: &interrupter,
+        };
+        if let Err(error) = rank.run(train, &mut leader) {
+            *lock(&self.failure) = Some(error.clone());
+            fail(&interrupter, self.group.rank(), error.to_string());
+        }
+        (rank.learner.model(), leader.processor)
+    }
+}
+
+/// Stops a training with the error of a rank.
+fn fail(interrupter: &Interrupter, rank: usize, message: String) {
+    interrupter.fail(TrainingError::Workers(vec![WorkerFailure { device_id: rank, message }]));
+}
+
+/// The strategy with burn's own `train`, which sends events for the start and the end.
+struct WithEvents<'a>(&'a DataParallelStrategy);
+
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for WithEvents<'_> {
+    fn fit(
+        &self,
+        components: TrainingComponents<M>,
+        learner: Learner<M>,
+        train: TrainLoader<M>,
+        valid: ValidLoader<M>,
+        first_epoch: usize,
+    ) -> (M, SupervisedTrainingEventProcessor<M>) {
+        self.0.fit(components, learner, train, valid, first_epoch)
+    }
+}

@@ -1,0 +1,132 @@
+//! What ranks that train in lockstep agree on before each iteration: which of them have a batch, how many samples are
+//! in it, and whether one of them wants to stop.
+
+use bonfire_core::{Error, Group};
+
+use crate::agree::all_gather_values;
+
+/// Why a rank ends its training.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Stop {
+    /// It was interrupted.
+    Interrupted,
+    /// It has failed.
+    Failed,
+}
+
+/// What a rank reports.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RankReport {
+    /// The samples in its next batch, as its data loader counts them. `None` if it has no batch left.
+    pub batch: Option<u64>,
+    /// Why it wants to stop, if it does.
+    pub stop: Option<Stop>,
+    /// Samples so far in this epoch, including the next batch.
+    pub processed: u64,
+    /// The rank's samples in the epoch.
+    pub total: u64,
+}
+
+/// What all ranks do next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Next {
+    /// They train with one batch each.
+    Iterate(Iteration),
+    /// No rank has a batch left.
+    EndEpoch,
+    /// This rank wants to stop. Of several, the lowest that has failed, or else the lowest.
+    Stop(usize, Stop),
+}
+
+/// An iteration, in which each rank trains with one batch, or with none if its data has ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Iteration {
+    /// The weight of each rank's batch: its samples. 0 without a batch.
+    pub weights: Vec<u64>,
+    /// Samples of all ranks so far in this epoch, including this iteration's.
+    pub processed: u64,
+    /// The samples of all ranks in the epoch.
+    pub total: u64,
+}
+
+impl Iteration {
+    /// Returns a rank's share of the samples of all batches.
+    pub fn share(&self, rank: usize) -> f64 {
+        self.weights[rank] as f64 / self.weights.iter().sum::<u64>() as f64
+    }
+}
+
+/// Exchanges the ranks' reports and returns what all do next.
+///
+/// # Errors
+/// Those of [`Group::all_gather`].
+#[track_caller]
+pub fn agree(group: &Group, own: RankReport) -> Result<Next, Error> {
+    let batch = own.batch.map_or([0, 0], |samples| [1, samples]);
+    let stop = own.stop.map_or(0, |stop| 1 + u64::from(stop == Stop::Failed));
+    let report = |[batch, samples, stop, processed, total]: [u64; 5]| RankReport {
+        batch: (batch == 1).then_some(samples),
+        stop: [None, Some(Stop::Interrupted), Some(Stop::Failed)][stop.min(2) as usize],
+        processed,
+        total,
+    };
+    let all = all_gather_values(group, [batch[0], batch[1], stop, own.processed, own.total])?;
+    Ok(next(&all.into_iter().map(report).collect::<Vec<_>>()))
+}
+
+/// Returns what the ranks do after these reports. All find the same.
+fn next(reports: &[RankReport]) -> Next {
+    for stop in [Stop::Failed, Stop::Interrupted] {
+        if let Some(rank) = reports.iter().position(|rank| rank.stop == Some(stop)) {
+            return Next::Stop(rank, stop);
+        }
+    }
+    if reports.iter().all(|rank| rank.batch.is_none()) {
+        return Next::EndEpoch;
+    }
+    // A loader that does not count says nothing of the other ranks' batches either.
+    let counted = reports.iter().all(|rank| rank.batch != Some(0));
+    let weight = |rank: &RankReport| rank.batch.map_or(0, |samples| if counted { samples } else { 1 });
+    Next::Iterate(Iteration {
+        weights: reports.iter().map(weight).collect(),
+        processed: reports.iter().map(|rank| rank.processed).sum(),
+        total: reports.iter().map(|rank| rank.total).sum(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(batch: Option<u64>, processed: u64, total: u64) -> RankReport {
+        RankReport { batch, stop: None, processed, total }
+    }
+
+    #[test]
+    fn batches_weigh_as_many_samples_as_they_have() {
+        let reports = [report(Some(4), 8, 20), report(None, 3, 3), report(Some(1), 5, 5)];
+        let Next::Iterate(iteration) = next(&reports) else { panic!("two ranks have a batch") };
+        assert_eq!(iteration, Iteration { weights: vec![4, 0, 1], processed: 16, total: 28 });
+        assert_eq!([0, 1, 2].map(|rank| iteration.share(rank)), [0.8, 0.0, 0.2]);
+    }
+
+    #[test]
+    fn batches_weigh_the_same_if_a_loader_does_not_count() {
+        let reports = [report(Some(4), 8, 20), report(None, 3, 3), report(Some(0), 0, 0)];
+        let Next::Iterate(iteration) = next(&reports) else { panic!("two ranks have a batch") };
+        assert_eq!(iteration.weights, [1, 0, 1]);
+    }
+
+    #[test]
+    fn the_epoch_ends_once_no_rank_has_a_batch() {
+        assert_eq!(next(&[report(None, 4, 4), report(None, 0, 0)]), Next::EndEpoch);
+    }
+
+    #[test]
+    fn one_rank_that_stops_stops_all_and_failures_come_first() {
+        let stops = |stop| RankReport { stop: Some(stop), ..report(Some(4), 4, 8) };
+        let (interrupted, failed) = (stops(Stop::Interrupted), stops(Stop::Failed));
+        assert_eq!(next(&[report(None, 4, 4), interrupted]), Next::Stop(1, Stop::Interrupted));
+        assert_eq!(next(&[interrupted, report(None, 4, 4), failed]), Next::Stop(2, Stop::Failed));
+    }
+}
