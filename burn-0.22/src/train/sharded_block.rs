@@ -3,6 +3,7 @@
 use burn::module::{Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor};
 use burn::tensor::Device;
 
+use super::walk::Recipes;
 use bonfire_train::gather::marks::{BEGIN, END, Run, gathers_at_use};
 
 /// A module whose parameters are gathered as one operation before its forward pass and freed after it, in the training
@@ -39,34 +40,36 @@ use bonfire_train::gather::marks::{BEGIN, END, Run, gathers_at_use};
 #[derive(Clone, Debug)]
 pub struct ShardedBlock<M> {
     module: M,
-    /// Whether the parameters are gathered at their first use: in the model of a step.
-    gathers: bool,
+    /// In the model of a step, whose parameters are gathered at their first use.
+    gathered: Option<Recipes>,
 }
 
-impl<M: Clone> ShardedBlock<M> {
+impl<M> ShardedBlock<M> {
     /// Marks a module.
     pub fn new(module: M) -> Self {
-        ShardedBlock { module, gathers: false }
-    }
-
-    /// Runs a part of the forward pass with the module. Its gathered parameters are freed afterwards: `pass` must not
-    /// keep them or the module, and uses the module on the calling thread.
-    pub fn run<R>(&self, pass: impl FnOnce(&M) -> R) -> R {
-        if !self.gathers {
-            return pass(&self.module);
-        }
-        // What is gathered at its first use in a clone is dropped with the clone.
-        let module = self.module.clone();
-        let run = Run::begin();
-        let result = pass(&module);
-        drop(module);
-        drop(run);
-        result
+        ShardedBlock { module, gathered: None }
     }
 
     /// Removes the mark.
     pub fn into_inner(self) -> M {
         self.module
+    }
+}
+
+impl<M: Module> ShardedBlock<M> {
+    /// Runs a part of the forward pass with the module. Its gathered parameters are freed afterwards: `pass` must not
+    /// keep them or the module, and uses the module on the calling thread.
+    pub fn run<R>(&self, pass: impl FnOnce(&M) -> R) -> R {
+        let Some(recipes) = &self.gathered else {
+            return pass(&self.module);
+        };
+        // What is gathered at its first use is dropped with the module.
+        let module = recipes.anew(self.module.clone());
+        let run = Run::begin();
+        let result = pass(&module);
+        drop(module);
+        drop(run);
+        result
     }
 }
 
@@ -109,7 +112,8 @@ impl<M: Module> Module for ShardedBlock<M> {
         let module = self.module.map(mapper);
         mapper.enter_module("", END);
         mapper.exit_module("", END);
-        ShardedBlock { module, gathers: gathers_at_use() }
+        let gathers = gathers_at_use();
+        ShardedBlock { module, gathered: Recipes::of_mapper().filter(|_| gathers) }
     }
 }
 

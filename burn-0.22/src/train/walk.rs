@@ -1,14 +1,18 @@
 //! Visits and maps a model's parameters of every kind in one way.
 
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
 
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Autodiff;
-use burn::tensor::{Bool, Float, Int, Shape, Tensor};
+use burn::tensor::{Bool, Device, Float, Int, Shape, Tensor};
 
 use crate::tensor::host::float;
-use bonfire_train::gather::marks::BlockPath;
+use bonfire_core::internal::lock;
+use bonfire_train::gather::marks::{BlockPath, gather_at_use};
 
 /// A kind of tensors.
 pub(super) trait Kind: Autodiff + 'static {
@@ -180,10 +184,11 @@ pub(super) fn map_lazily<M: Module>(
     enter: impl FnMut(&str),
     f: impl FnMut(FloatParameter) -> Option<Lazy>,
 ) -> M {
-    model.map(&mut Lazily(enter, f))
+    let recipes = Recipes::default();
+    recipes.clone().offered(|| model.map(&mut Lazily(enter, f, recipes)))
 }
 
-struct Lazily<E, F>(E, F);
+struct Lazily<E, F>(E, F, Recipes);
 
 impl<E: FnMut(&str), F: FnMut(FloatParameter) -> Option<Lazy>> ModuleMapper for Lazily<E, F> {
     fn enter_module(&mut self, _name: &str, container: &str) {
@@ -194,11 +199,76 @@ impl<E: FnMut(&str), F: FnMut(FloatParameter) -> Option<Lazy>> ModuleMapper for 
         let Some(parameter) = FloatParameter::of(&param) else {
             return param;
         };
-        let trained = parameter.trained;
-        let Some(Lazy { shape, value }) = (self.1)(parameter) else {
+        let (id, trained, device) = (param.id, parameter.trained, param.lazy_device());
+        let Some(lazy) = (self.1)(parameter) else {
             return param;
         };
-        let device = param.lazy_device();
-        Param::uninitialized(param.id, move |_, _| Tensor::from_dispatch(value()), device, trained, shape)
+        let recipe = Arc::new(LazyOn { lazy, device, trained });
+        lock(&self.2.0).insert(id, recipe.clone());
+        recipe.parameter(id)
+    }
+}
+
+struct LazyOn {
+    lazy: Lazy,
+    device: Device,
+    trained: bool,
+}
+
+impl LazyOn {
+    fn parameter<const D: usize>(self: Arc<Self>, id: ParamId) -> Param<Tensor<D>> {
+        let (device, trained, shape) = (self.device.clone(), self.trained, self.lazy.shape.clone());
+        Param::uninitialized(id, move |_, _| Tensor::from_dispatch((self.lazy.value)()), device, trained, shape)
+    }
+}
+
+thread_local! {
+    /// The recipes of the mapper that is at work. Mappers have no other way to give a block what is no parameter.
+    static OFFERED: RefCell<Option<Recipes>> = const { RefCell::new(None) };
+}
+
+/// How the parameters of a model are made at their first use. burn 0.22 makes a value once for all clones of a
+/// parameter, and keeps it while one of them is left. A block needs parameters whose values are made once for each run.
+#[derive(Clone, Default)]
+pub(super) struct Recipes(Arc<Mutex<HashMap<ParamId, Arc<LazyOn>>>>);
+
+impl Recipes {
+    /// Returns the recipes for a block that is being mapped.
+    pub fn of_mapper() -> Option<Recipes> {
+        OFFERED.with_borrow(Clone::clone)
+    }
+
+    /// Returns a module whose parameters have no values yet.
+    pub fn anew<M: Module>(&self, module: M) -> M {
+        self.clone().offered(|| module.map(&mut Anew(self)))
+    }
+
+    fn offered<R>(self, map: impl FnOnce() -> R) -> R {
+        let before = OFFERED.replace(Some(self));
+        let mapped = map();
+        OFFERED.set(before);
+        mapped
+    }
+}
+
+impl fmt::Debug for Recipes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Recipes")
+    }
+}
+
+struct Anew<'a>(&'a Recipes);
+
+impl ModuleMapper for Anew<'_> {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        gather_at_use(container);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let recipe = lock(&self.0.0).get(&param.id).cloned();
+        match recipe {
+            Some(recipe) => recipe.parameter(param.id),
+            None => param,
+        }
     }
 }
