@@ -2,17 +2,15 @@
 
 use std::collections::HashSet;
 
-use bonfire::{Group, ShardedBlock, SyncBatchNorm, SyncBatchNormConfig};
-use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::nn::{BatchNorm, BatchNormConfig};
+use bonfire::{Group, ShardedBlock, SyncBatchNormConfig};
+use burn::module::{Param, ParamId};
+use burn::nn::BatchNormConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, TensorData};
 
+use crate::burn_version::{floats as parameters, *};
+use crate::model_data::{add, map_floats, norm};
 use crate::program::{Fault, Feature, Program};
-
-pub type B = Autodiff<Flex>;
 
 /// Odd, so that parts are padded.
 pub const WIDTH: usize = 5;
@@ -20,53 +18,41 @@ pub const WIDTH: usize = 5;
 /// Of batch normalisation: it keeps rounding from growing where a channel hardly varies.
 const EPSILON: f64 = 0.1;
 
-#[derive(Module, Debug)]
-pub struct Layer<B: Backend> {
-    pub weight: Param<Tensor<B, 2>>,
-    pub bias: Param<Tensor<B, 1>>,
+models! {
+    pub struct Layer {
+        pub weight: Param<Tensor<2>>,
+        pub bias: Param<Tensor<1>>,
+    }
+
+    pub struct Net {
+        pub layers: Vec<ShardedBlock<Layer>>,
+        norm: Option<BatchNorm>,
+        sync: Option<SyncBatchNorm>,
+        optional: Option<Layer>,
+        unused: Layer,
+        pub scale: Param<Tensor<1>>,
+    }
 }
 
-impl Layer<B> {
-    fn new(seed: usize, dtype: DType) -> Layer<B> {
+impl Layer {
+    fn new(seed: usize, dtype: DType) -> Layer {
         Layer {
             weight: Param::from_tensor(values([WIDTH, WIDTH], seed, dtype) * 0.5),
             bias: Param::from_tensor(values([WIDTH], seed + 1, dtype) * 0.5),
         }
     }
 
-    fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         let (weight, bias) = (self.weight.val().cast(x.dtype()), self.bias.val().cast(x.dtype()));
         (x.matmul(weight) + bias.unsqueeze()).tanh()
     }
 }
 
-#[derive(Module, Debug)]
-pub struct Net<B: Backend> {
-    pub layers: Vec<ShardedBlock<Layer<B>>>,
-    norm: Option<BatchNorm<B>>,
-    sync: Option<SyncBatchNorm<B>>,
-    optional: Option<Layer<B>>,
-    unused: Layer<B>,
-    pub scale: Param<Tensor<B, 1>>,
-}
-
-/// Makes the floats of a model those of one type. Running states stay states.
-struct Cast(DType);
-
-impl ModuleMapper<B> for Cast {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let trained = param.is_require_grad();
-        let (id, value, mapper) = param.consume();
-        let value = Tensor::from_inner(value.inner().cast(self.0)).set_require_grad(trained);
-        Param::from_mapped_value(id, value, mapper)
-    }
-}
-
 /// Numbers in [-1, 1) that depend on the seed.
-pub fn values<const D: usize>(shape: [usize; D], seed: usize, dtype: DType) -> Tensor<B, D> {
+pub fn values<const D: usize>(shape: [usize; D], seed: usize, dtype: DType) -> Tensor<D> {
     let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f64 / 1001.5 - 1.0;
     let values: Vec<f64> = (0..shape.iter().product()).map(next).collect();
-    Tensor::from_data(TensorData::new(values, shape).convert_dtype(dtype), (&Default::default(), dtype))
+    Tensor::from_data(TensorData::new(values, shape).convert_dtype(dtype), (&device(), dtype))
 }
 
 /// The element type of activations, and of most parameters.
@@ -75,21 +61,22 @@ pub fn dtype(program: &Program) -> DType {
 }
 
 /// Makes the model of this number. `group` synchronises batch normalisation; without one it is burn's own.
-pub fn net(program: &Program, number: usize, group: Option<&Group>) -> Net<B> {
-    let (device, dtype) = (Default::default(), dtype(program));
+pub fn net(program: &Program, number: usize, group: Option<&Group>) -> Net {
+    let (device, dtype) = (device(), dtype(program));
     let of = |i: usize| if program.has(Feature::Mixed) && i % 2 == 1 { DType::BF16 } else { dtype };
     let layer = |i: usize| Layer::new(100 * number + 10 * i + 1, of(i));
     let layers = (0..program.layers).map(|i| ShardedBlock::new(layer(i))).collect();
     let norms = (program.has(Feature::BatchNorm), program.has(Feature::SyncBatchNorm));
     let norm = (norms.0 || norms.1 && group.is_none())
-        .then(|| BatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init::<B>(&device));
+        .then(|| -> BatchNorm { BatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init(&device) });
     let sync = group
         .filter(|_| norms.1)
-        .map(|group| SyncBatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init::<B>(group, &device));
+        .map(|group| -> SyncBatchNorm { SyncBatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init(group, &device) });
+    let cast = |data: TensorData, _| data.convert_dtype(dtype);
     let net = Net {
         layers,
-        norm: norm.map(|norm| norm.map(&mut Cast(dtype))),
-        sync: sync.map(|sync| sync.map(&mut Cast(dtype))),
+        norm: norm.map(|norm| map_floats(norm, cast)),
+        sync: sync.map(|sync| map_floats(sync, cast)),
         optional: program.has(Feature::Optional).then(|| layer(7)),
         unused: layer(8),
         scale: Param::from_tensor(values([WIDTH], 9 + number, dtype)),
@@ -97,13 +84,13 @@ pub fn net(program: &Program, number: usize, group: Option<&Group>) -> Net<B> {
     net.tie(program).freeze(is_frozen(program, 0, 1))
 }
 
-impl Net<B> {
+impl Net {
     /// Returns the outputs of batches, each with whether it uses the optional layer. With synchronised batch
     /// normalisation they are parts of one batch.
-    pub fn forward(&self, program: &Program, batches: Vec<(Tensor<B, 2>, bool)>) -> Vec<Tensor<B, 2>> {
+    pub fn forward(&self, program: &Program, batches: Vec<(Tensor<2>, bool)>) -> Vec<Tensor<2>> {
         let (mut parts, optional): (Vec<_>, Vec<_>) = batches.into_iter().unzip();
         for (i, layer) in self.layers.iter().enumerate() {
-            let run = |x: Tensor<B, 2>| layer.run(|layer| layer.forward(x));
+            let run = |x: Tensor<2>| layer.run(|layer| layer.forward(x));
             parts = parts.into_iter().map(run).collect();
             if i == 0 {
                 parts = self.normalise(program, parts);
@@ -112,14 +99,14 @@ impl Net<B> {
                 }
             }
         }
-        let last = |(x, optional): (Tensor<B, 2>, bool)| {
+        let last = |(x, optional): (Tensor<2>, bool)| {
             let x = self.optional.as_ref().filter(|_| optional).map_or(x.clone(), |layer| layer.forward(x));
             x * self.scale.val().unsqueeze()
         };
         parts.into_iter().zip(optional).map(last).collect()
     }
 
-    fn normalise(&self, program: &Program, parts: Vec<Tensor<B, 2>>) -> Vec<Tensor<B, 2>> {
+    fn normalise(&self, program: &Program, parts: Vec<Tensor<2>>) -> Vec<Tensor<2>> {
         match (&self.norm, &self.sync) {
             (Some(norm), _) if program.has(Feature::SyncBatchNorm) => {
                 let rows = parts.iter().map(|part| part.dims()[0]).collect();
@@ -158,13 +145,13 @@ pub fn is_frozen(program: &Program, step: usize, rank: usize) -> bool {
 }
 
 /// The samples of a pass, and whether they use the optional layer.
-pub fn batch(program: &Program, (step, rank, pass): (usize, usize, usize), samples: usize) -> (Tensor<B, 2>, bool) {
+pub fn batch(program: &Program, (step, rank, pass): (usize, usize, usize), samples: usize) -> (Tensor<2>, bool) {
     let seed = program.seed as usize % 997 + 1000 * step + 100 * rank + 10 * pass;
     (values([samples, WIDTH], seed, dtype(program)), (step + rank + pass) % 3 != 0)
 }
 
 /// The loss of outputs, whose penalty is on the weights of this model.
-pub fn loss(program: &Program, outputs: Tensor<B, 2>, penalised: &Net<B>) -> Tensor<B, 1> {
+pub fn loss(program: &Program, outputs: Tensor<2>, penalised: &Net) -> Tensor<1> {
     let loss = outputs.powf_scalar(2.0).mean();
     match program.has(Feature::Penalty) {
         true => loss + penalised.scale.val().powf_scalar(2.0).mean() * 0.1,
@@ -172,71 +159,21 @@ pub fn loss(program: &Program, outputs: Tensor<B, 2>, penalised: &Net<B>) -> Ten
     }
 }
 
-/// The float parameters that need no state: what is compared, by path.
-pub fn floats(model: &Net<B>) -> Vec<f64> {
-    struct Floats(Vec<String>, Vec<f64>);
-    impl ModuleVisitor<B> for Floats {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.0.push(name.into());
-        }
-
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.0.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if !self.0.iter().any(|name| name.starts_with("running")) {
-                self.1.extend(param.val().into_data().iter::<f64>());
-            }
-        }
-    }
-    let mut floats = Floats(Vec::new(), Vec::new());
-    model.visit(&mut floats);
-    floats.1
-}
-
-/// Applies a function to each gradient of a model's parameters, given as rows of one, and adds the results to others.
-struct Moved<'a, F>(GradientsParams, &'a mut GradientsParams, F);
-
-impl<F: FnMut(Tensor<Flex, 1>) -> Tensor<Flex, 1>> ModuleVisitor<B> for Moved<'_, F> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        if let Some(gradient) = self.0.remove::<Flex, D>(param.id) {
-            let shape = gradient.shape();
-            let own = (self.2)(gradient.flatten(0, D - 1)).reshape(shape);
-            let sum = self.1.remove::<Flex, D>(param.id).map_or_else(|| own.clone(), |sum| sum + own.clone());
-            self.1.register(param.id, sum);
-        }
-    }
-}
-
-/// Adds gradients times a factor to others.
-pub fn add(model: &Net<B>, gradients: GradientsParams, sum: &mut GradientsParams, factor: f64) {
-    model.visit(&mut Moved(gradients, sum, |gradient: Tensor<Flex, 1>| gradient * factor));
+/// The float parameters that are no running states: what is compared.
+pub fn floats(model: &Net) -> Vec<f64> {
+    let compared = parameters(model).into_iter().filter(|parameter| !parameter.path.contains("running"));
+    compared.flat_map(|parameter| parameter.data.iter::<f64>().collect::<Vec<_>>()).collect()
 }
 
 /// Scales gradients down to a norm of all.
-pub fn clip_norm(model: &Net<B>, gradients: GradientsParams, max: f64) -> GradientsParams {
-    let (mut same, mut scaled, mut squares) = (GradientsParams::new(), GradientsParams::new(), 0.0);
-    model.visit(&mut Moved(gradients, &mut same, |gradient: Tensor<Flex, 1>| {
-        squares += gradient.to_data().iter::<f64>().map(|x| x * x).sum::<f64>();
-        gradient
-    }));
-    let norm = f64::sqrt(squares);
-    add(model, same, &mut scaled, if norm > max { max / norm } else { 1.0 });
+pub fn clip_norm(model: &Net, gradients: GradientsParams, max: f64) -> GradientsParams {
+    let (norm, mut scaled) = (norm(model, &gradients), GradientsParams::new());
+    add(model, &gradients, &mut scaled, if norm > max { max / norm } else { 1.0 });
     scaled
 }
 
 /// Returns the parameters that are matrices.
-pub fn matrices(model: &Net<B>) -> HashSet<ParamId> {
-    struct Matrices(HashSet<ParamId>);
-    impl ModuleVisitor<B> for Matrices {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if D == 2 {
-                self.0.insert(param.id);
-            }
-        }
-    }
-    let mut matrices = Matrices(HashSet::new());
-    model.visit(&mut matrices);
-    matrices.0
+pub fn matrices(model: &Net) -> HashSet<ParamId> {
+    let matrices = parameters(model).into_iter().filter(|parameter| parameter.data.shape().num_dims() == 2);
+    matrices.map(|parameter| parameter.id).collect()
 }

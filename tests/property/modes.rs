@@ -2,52 +2,47 @@
 
 use std::slice;
 
-use bonfire::tensor::autodiff::attempt;
-use bonfire::train::{LastPass, Pass};
-use bonfire::{DataParallel, DeviceMesh, Error, FullyShardedParallel, Group, Parts, ShardedOptimizer, Sharding};
-use burn::backend::Flex;
-use burn::optim::{Adam, GradientsParams, MuonConfig, Optimizer, Sgd};
-use burn::tensor::Tensor;
-use burn::tensor::backend::AutodiffBackend;
+use bonfire::{DeviceMesh, Error, Group, Sharding};
+use burn::optim::{GradientsParams, MuonConfig};
 
-use crate::model::{self, B, Net};
+use crate::burn_version::*;
+use crate::model::{self, Net};
+use crate::model_data::add;
 use crate::program::{Fault, Feature, Mode, Program, STEPS};
 use crate::reference::{NORM, Optimizers, RATE, adam, sgd};
 
-type Gradients = <B as AutodiffBackend>::Gradients;
-
 /// A model in training.
 struct Training {
-    net: Net<B>,
+    net: Net,
     form: Form,
 }
 
 enum Form {
     /// Gradients leave during the backward pass.
-    Step(DataParallel<B>, Optimizers),
+    Step(DataParallel, Optimizers),
     /// The program adds up gradients, and exchanges them afterwards.
-    Sync(DataParallel<B>, Optimizers),
-    Zero1(ShardedOptimizer<Sgd<Flex>, Net<B>, B>, ShardedOptimizer<Adam, Net<B>, B>),
-    Full(FullyShardedParallel<B>, Optimizers),
+    Sync(DataParallel, Optimizers),
+    Zero1(ShardedSgd<Net>, ShardedAdam<Net>),
+    Full(FullyShardedParallel, Optimizers),
 }
 
 /// A pass in progress.
 enum Open {
-    Early(Pass<B, Net<B>>),
-    Last(LastPass<B, Net<B>>),
-    LastOfParts(LastPass<B, Net<B>, Parts<B>>),
+    Early(Pass<Net>),
+    Last(LastPass<Net>),
+    LastOfParts(LastPass<Net, Parts>),
     /// Its gradients are taken from the model in training.
-    Plain(Net<B>),
+    Plain(Net),
 }
 
 /// The mean gradients of a step.
 enum Mean {
     Whole(GradientsParams),
-    Parts(Parts<B>),
+    Parts(Parts),
 }
 
 impl Open {
-    fn net(&self) -> &Net<B> {
+    fn net(&self) -> &Net {
         match self {
             Open::Early(pass) => pass.model(),
             Open::Last(pass) => pass.model(),
@@ -79,7 +74,8 @@ impl Training {
             let fsdp = if mode == Mode::Zero2 { fsdp.keep_gathered() } else { fsdp };
             if muon {
                 let parts = fsdp.run(&net, [()], |net, ()| (net.scale.val().powf_scalar(2.0).mean(), 1))?;
-                parts.for_optimizer(&MuonConfig::new().init::<B, Net<B>>())?;
+                let muon: MuonOf<Net> = MuonConfig::new().init();
+                parts.for_optimizer(&muon)?;
             }
             return Ok(Training { net, form: Form::Full(fsdp, Optimizers::new(program)) });
         }
@@ -90,7 +86,8 @@ impl Training {
             Mode::Sync => Form::Sync(ddp, optimizers),
             _ => {
                 if muon {
-                    ShardedOptimizer::new(&ddp, MuonConfig::new().init::<B, Net<B>>(), Sharding::All)?;
+                    let muon: MuonOf<Net> = MuonConfig::new().init();
+                    ShardedOptimizer::new(&ddp, muon, Sharding::All)?;
                 }
                 let sgd = ShardedOptimizer::new(&ddp, sgd(program), Sharding::All)?;
                 let adam = ShardedOptimizer::new(&ddp, adam(program), Sharding::All)?;
@@ -128,7 +125,7 @@ impl Training {
             Open::Last(pass) => Some(Mean::Whole(pass.finish(gradients)?)),
             Open::LastOfParts(pass) => Some(Mean::Parts(pass.finish(gradients)?)),
             Open::Plain(_) => {
-                model::add(&self.net, GradientsParams::from_module(gradients, &self.net), sum, weight);
+                add(&self.net, &GradientsParams::from_module(gradients, &self.net), sum, weight);
                 None
             }
         })
@@ -144,7 +141,7 @@ impl Training {
             Form::Sync(ddp, _) => {
                 let mut sum = sum;
                 if program.fault == Some(Fault::OtherShape) && step == 2 && rank == 0 {
-                    sum.register(self.net.scale.id, Tensor::<Flex, 1>::ones([3], &Default::default()));
+                    sum.register(self.net.scale.id, Inner::<1>::ones([3], &inner_device()));
                 }
                 Mean::Whole(ddp.sync(&self.net, sum, weight)?)
             }
@@ -178,7 +175,7 @@ impl Training {
         let batches =
             passes.map(|(pass, (samples, weight))| (model::batch(program, (step, rank, pass), *samples), *weight));
         let fails = program.fault == Some(Fault::Closure) && step == 2 && rank == program.ranks - 1;
-        let loss = |net: &Net<B>, (batch, weight): ((Tensor<B, 2>, bool), usize)| {
+        let loss = |net: &Net, (batch, weight): ((Tensor<2>, bool), usize)| {
             let outputs = net.forward(program, vec![batch]).remove(0);
             let loss = model::loss(program, outputs, &self.net);
             if fails { Err("on purpose".into()) } else { Ok((loss, weight)) }
@@ -193,7 +190,7 @@ impl Training {
 }
 
 /// Shares parts between the optimizers of a model: those of `Sgd`, and those of `Adam`.
-fn shared(program: &Program, net: &Net<B>, parts: Parts<B>) -> Result<(Parts<B>, Parts<B>), Error> {
+fn shared(program: &Program, net: &Net, parts: Parts) -> Result<(Parts, Parts), Error> {
     let parts = if program.has(Feature::ClipNorm) { parts.clip_norm(NORM)? } else { parts };
     let matrices = model::matrices(net);
     Ok(parts.split(|id| if program.has(Feature::TwoOptimizers) { matrices.contains(&id) } else { !program.adam }))

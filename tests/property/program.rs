@@ -1,5 +1,7 @@
 //! Random programs: what is trained, and how.
 
+use crate::burn_version::{MUON, TWO_BACKWARD_PASSES};
+
 /// So many steps has a program.
 pub const STEPS: usize = 5;
 
@@ -81,7 +83,7 @@ pub enum Fault {
     FreezesAlone,
     /// The closure of the last rank fails.
     Closure,
-    /// Rank 0 runs two backward passes in one pass.
+    /// Rank 0 runs two backward passes in one pass, where burn does.
     SecondBackward,
     /// No rank has samples.
     NobodyHasSamples,
@@ -182,7 +184,8 @@ impl Program {
                 Fault::OtherShape,
                 Fault::Muon,
             ];
-            program.fault = Some(faults[random.below(faults.len() as u64)]);
+            let fault = faults[random.below(faults.len() as u64)];
+            program.fault = Some(fault).filter(|fault| *fault != Fault::SecondBackward || TWO_BACKWARD_PASSES);
         } else if random.one_in(32) {
             program.features.push(Tied);
         }
@@ -267,7 +270,7 @@ pub fn predict(program: &Program, mode: Mode) -> Option<&'static str> {
     let differ = |passes: &Vec<Vec<(usize, usize)>>| passes.iter().any(|own| own.len() != passes[0].len());
     // Before the first step: an element-wise optimizer only, and one holder of each parameter.
     if program.fault == Some(Fault::Muon) && !matches!(mode, Mode::Step | Mode::Sync) {
-        return Some("`Muon` updates an element by others of its parameter");
+        return Some(MUON);
     }
     if program.has(Feature::Tied) && !sharded {
         return Some("are one parameter, and a burn optimizer updates only one of them");

@@ -2,14 +2,12 @@
 
 use std::slice;
 
-use burn::backend::Flex;
 use burn::grad_clipping::GradientClippingConfig;
-use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{Adam, AdamConfig, GradientsParams, Optimizer, Sgd, SgdConfig};
-use burn::tensor::Tensor;
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 
-use crate::model::{self, B, Net};
+use crate::burn_version::*;
+use crate::model::{self, Net};
 use crate::program::{Feature, Program, STEPS};
 
 pub const RATE: f64 = 0.05;
@@ -27,20 +25,20 @@ fn clipping(program: &Program) -> Option<GradientClippingConfig> {
     }
 }
 
-pub fn sgd(program: &Program) -> OptimizerAdaptor<Sgd<Flex>, Net<B>, B> {
+pub fn sgd(program: &Program) -> SgdOf<Net> {
     let momentum = MomentumConfig { momentum: 0.9, dampening: 0.1, nesterov: false };
     SgdConfig::new().with_momentum(Some(momentum)).with_gradient_clipping(clipping(program)).init()
 }
 
 /// Its epsilon keeps rounding from the first update of a gradient that is nearly 0.
-pub fn adam(program: &Program) -> OptimizerAdaptor<Adam, Net<B>, B> {
+pub fn adam(program: &Program) -> AdamOf<Net> {
     AdamConfig::new().with_epsilon(1e-2).with_grad_clipping(clipping(program)).init()
 }
 
 /// The optimizer of a model, or both: one of them updates the matrices.
 pub struct Optimizers {
-    pub sgd: OptimizerAdaptor<Sgd<Flex>, Net<B>, B>,
-    pub adam: OptimizerAdaptor<Adam, Net<B>, B>,
+    pub sgd: SgdOf<Net>,
+    pub adam: AdamOf<Net>,
 }
 
 impl Optimizers {
@@ -48,14 +46,14 @@ impl Optimizers {
         Optimizers { sgd: sgd(program), adam: adam(program) }
     }
 
-    pub fn step(&mut self, program: &Program, model: Net<B>, mut gradients: GradientsParams) -> Net<B> {
+    pub fn step(&mut self, program: &Program, model: Net, mut gradients: GradientsParams) -> Net {
         if program.has(Feature::ClipNorm) {
             gradients = model::clip_norm(&model, gradients, NORM);
         }
         if program.has(Feature::TwoOptimizers) {
             let mut of_matrices = GradientsParams::new();
             for id in model::matrices(&model) {
-                if let Some(gradient) = gradients.remove::<Flex, 2>(id) {
+                if let Some(gradient) = remove_gradient::<2>(&mut gradients, id) {
                     of_matrices.register(id, gradient);
                 }
             }
@@ -72,7 +70,7 @@ impl Optimizers {
 /// Returns the parameters of all models after the last step. `None` if a step has no samples.
 pub fn train(program: &Program) -> Option<Vec<f64>> {
     let joined = program.has(Feature::TwoInABackward);
-    let mut models: Vec<Net<B>> = (0..program.models()).map(|number| model::net(program, number, None)).collect();
+    let mut models: Vec<Net> = (0..program.models()).map(|number| model::net(program, number, None)).collect();
     let mut optimizers: Vec<_> = models.iter().map(|_| Optimizers::new(program)).collect();
     for step in 0..STEPS {
         models = models.into_iter().map(|net| net.freeze(model::is_frozen(program, step, 1))).collect();
@@ -97,7 +95,7 @@ pub fn train(program: &Program) -> Option<Vec<f64>> {
 
 /// Returns the loss of a step: the mean over all passes of all ranks, each with its weight. The models run one after
 /// the other.
-fn loss(program: &Program, models: &[Net<B>], step: usize) -> Option<Tensor<B, 1>> {
+fn loss(program: &Program, models: &[Net], step: usize) -> Option<Tensor<1>> {
     let ranks = &program.passes[step];
     let total: usize = ranks.iter().flatten().map(|(_, weight)| weight).sum();
     let passes = ranks.iter().map(Vec::len).max().unwrap_or(0);

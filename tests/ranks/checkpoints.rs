@@ -13,6 +13,7 @@ use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::lr_scheduler::noam::NoamLrSchedulerConfig;
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
+use crate::shared::checkpoint_versions::goes_on;
 use state::{B, Contents, Net, contents, start, step};
 
 /// Saves the state after `steps` steps on `n` ranks. Returns what is in it, and after three more steps.
@@ -326,6 +327,11 @@ fn a_file_can_be_read_by_other_programs() {
     // Wide elements come first, so all are aligned.
     let aligned = |data: &[u8]| (data.as_ptr().addr() - bytes.as_ptr().addr()).is_multiple_of(4);
     assert!(tensors.iter().all(|(_, tensor)| aligned(tensor.data()) || tensor.dtype().bitsize() == 8));
+}
+
+#[test]
+fn sets_of_the_first_format_go_on() {
+    goes_on("first-format", "burn-0.21");
 }
 
 #[test]

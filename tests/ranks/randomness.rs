@@ -1,5 +1,7 @@
 //! Seeded initialisation, on threads and on processes. Every case is a process of its own: burn's backends have one
 //! random generator per process, from which other tests draw too.
+//!
+//! Not shared: `train::seeded`, which the package for burn 0.22 lacks.
 
 use bonfire::train::seeded;
 use bonfire::{Error, Group};

@@ -190,7 +190,13 @@ impl ModuleDisplay for SyncBatchNorm {
 
     fn custom_content(&self, content: Content) -> Option<Content> {
         let [features] = self.gamma.lazy_shape().dims();
-        content.add("num_features", &features).add("momentum", &self.momentum).add("epsilon", &self.epsilon).optional()
+        let content = content.add("num_features", &features).add("momentum", &self.momentum);
+        let content = content.add("epsilon", &self.epsilon);
+        // As burn's layer.
+        match self.training.is_enabled() {
+            true => content.optional(),
+            false => content.add("training", &self.training).optional(),
+        }
     }
 }
 

@@ -23,9 +23,10 @@ use burn::optim::{
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::models::{Form, Language, Loss, Training, initial, values};
-use super::{close, samples};
+use crate::burn_version::Training;
 use crate::checkpoints::state;
+use crate::shared::fully_sharded::models::{Form, Language, initial, values};
+use crate::shared::fully_sharded::{close, samples};
 
 /// Rows that no number of ranks divides, a mapped weight, a frozen one, and a running state.
 #[derive(Module, Debug)]
@@ -52,7 +53,7 @@ impl Net<Training> {
         initial(model, dtype)
     }
 
-    fn loss(&self, samples: Range<usize>) -> Loss {
+    fn loss(&self, samples: Range<usize>) -> Tensor<Training, 1> {
         let rows = samples.clone().map(|i| values([1, 5], i, self.frozen.val().dtype())).collect();
         let x = Tensor::cat(rows, 0).matmul(self.frozen.val());
         let x = self.mapped.run(|linear| linear.forward(x));
@@ -133,7 +134,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
     fn try_step(&mut self) -> Result<f64, Error> {
         let step = self.state.batch;
         let (chosen, count) = (self.samples)(self.group(), step);
-        let number = |loss: &Loss| loss.clone().into_data().iter::<f64>().next().unwrap();
+        let number = |loss: &Tensor<Training, 1>| loss.clone().into_data().iter::<f64>().next().unwrap();
         let Run { state, parallel, .. } = self;
         let loss = match parallel {
             Parallel::Replicas(ddp, None) => {

@@ -1,4 +1,6 @@
 //! What a block has gathered is freed after its run, and what burn keeps of it.
+//!
+//! Not shared: burn 0.22 hides the `FlexTensor` of a tensor in `Dispatch`.
 
 use bonfire::train::embedding;
 use bonfire::{FullyShardedParallel, ShardedBlock};

@@ -1,6 +1,17 @@
 //! State that one number of ranks saves, in one form, and another loads.
 
-use super::*;
+use std::path::Path;
+
+use bonfire::{Checkpoints, DataParallel, Group, ShardedOptimizer, Sharding, TrainingState};
+use bonfire_testing::ranks;
+use burn::backend::Flex;
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{Adam, AdamConfig, GradientsParams, SgdConfig, SimpleOptimizer};
+use burn::tensor::{DType, TensorData};
+
+use crate::burn_version::{Advance, Training};
+use crate::shared::sharded::{Odd, bits, gradients, wave};
 
 /// Takes steps with the same gradients on all ranks, of so few bits that the mean over any number of them is exact in
 /// f32.
@@ -11,7 +22,7 @@ fn advance<O: SimpleOptimizer<Flex> + 'static>(
 ) {
     for step in steps {
         let grads = step_gradients(model, step);
-        super::advance(optimizer, 0.01, model, grads, 1).unwrap();
+        optimizer.advance(0.01, model, grads, 1).unwrap();
     }
 }
 

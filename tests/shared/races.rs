@@ -2,16 +2,15 @@
 //! ([burn#5573](https://github.com/tracel-ai/burn/issues/5573)). A backward pass that ends frees steps which another
 //! thread is building, if their leaves were in an earlier pass. Operations that burn makes of `cat` meet it.
 
-use bonfire::{DataParallel, FullyShardedParallel, Group, ShardedOptimizer, Sharding};
+use bonfire::{Group, Sharding};
 use bonfire_testing::ranks;
-use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, Optimizer, Sgd, SgdConfig};
-use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::module::Param;
+use burn::nn::LinearConfig;
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::tensor::TensorData;
 
-type B = Autodiff<Flex>;
+use crate::burn_version::*;
+use crate::model_data::{add, map_floats, norm};
 
 const WIDTH: usize = 16;
 /// Enough that operations of different ranks overlap.
@@ -24,23 +23,24 @@ enum Operation {
     Roll,
 }
 
-#[derive(Module, Debug)]
-struct Net<B: Backend> {
-    a: Linear<B>,
-    b: Linear<B>,
-    c: Linear<B>,
+models! {
+    struct Net {
+        a: Linear,
+        b: Linear,
+        c: Linear,
+    }
 }
 
-fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<B, D> {
+fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<D> {
     let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f32 / 1001.5 - 1.0;
     let values: Vec<f32> = (0..shape.iter().product()).map(next).collect();
-    Tensor::from_data(TensorData::new(values, shape), &Default::default())
+    Tensor::from_data(TensorData::new(values, shape), &device())
 }
 
-impl Net<B> {
+impl Net {
     fn new(seed: usize) -> Self {
         let linear = |seed| {
-            let mut linear = LinearConfig::new(WIDTH, WIDTH).init(&Default::default());
+            let mut linear = LinearConfig::new(WIDTH, WIDTH).init(&device());
             linear.weight = Param::from_tensor(values([WIDTH, WIDTH], seed) * 0.2);
             linear.bias = Some(Param::from_tensor(values([WIDTH], seed + 1)));
             linear
@@ -48,7 +48,7 @@ impl Net<B> {
         Net { a: linear(seed), b: linear(seed + 2), c: linear(seed + 4) }
     }
 
-    fn forward(&self, x: Tensor<B, 2>, operation: Operation) -> Tensor<B, 2> {
+    fn forward(&self, x: Tensor<2>, operation: Operation) -> Tensor<2> {
         let (p, q) = (self.a.forward(x.clone()).tanh(), self.b.forward(x));
         self.c.forward(match operation {
             Operation::Cat => Tensor::cat(vec![p, q], 0),
@@ -57,26 +57,9 @@ impl Net<B> {
         })
     }
 
-    fn loss(&self, seed: usize, operation: Operation) -> Tensor<B, 1> {
+    fn loss(&self, seed: usize, operation: Operation) -> Tensor<1> {
         self.forward(values([ROWS, WIDTH], seed), operation).powf_scalar(2.0).mean()
     }
-}
-
-/// The sum of the squares of a model's gradients. A gradient that is missing, or a part of one, changes it.
-struct Squares<'a>(&'a mut GradientsParams, f64);
-
-impl ModuleVisitor<B> for Squares<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        if let Some(gradient) = self.0.get::<Flex, D>(param.id) {
-            self.1 += gradient.into_data().iter::<f64>().map(|x| x * x).sum::<f64>();
-        }
-    }
-}
-
-fn norm(net: &Net<B>, gradients: &mut GradientsParams) -> f64 {
-    let mut squares = Squares(gradients, 0.0);
-    net.visit(&mut squares);
-    squares.1.sqrt()
 }
 
 /// What a program does in a step.
@@ -120,7 +103,7 @@ impl Kind {
     }
 
     /// The loss of a pass.
-    fn loss(self, net: &Net<B>, seeds: &[usize], operation: Operation, critic: &Net<B>) -> Tensor<B, 1> {
+    fn loss(self, net: &Net, seeds: &[usize], operation: Operation, critic: &Net) -> Tensor<1> {
         let input = |seed| values([ROWS, WIDTH], seed);
         let losses = seeds.iter().map(|&seed| match self {
             Kind::SharedEncoder => {
@@ -137,31 +120,18 @@ impl Kind {
     }
 }
 
-/// The norm of the mean gradients of a step, from passes that each have a model of their own.
+/// The norm of the mean gradients of a step, from passes that each have a model of their own. A gradient that is
+/// missing, or a part of one, changes it.
 fn expected(kind: Kind, operation: Operation) -> f64 {
     let mut sum = GradientsParams::new();
     let net = Net::new(1);
     for seed in kind.passes().concat() {
-        let own = net.clone().load_record(net.clone().into_record());
+        // With leaves of its own.
+        let own = map_floats(net.clone(), |data, _| data);
         let gradients = kind.loss(&own, &[seed], operation, &Net::new(50)).backward();
-        add(&net, GradientsParams::from_grads(gradients, &own), &mut sum, 1.0 / kind.passes().len() as f64);
+        add(&net, &GradientsParams::from_grads(gradients, &own), &mut sum, 1.0 / kind.passes().len() as f64);
     }
-    norm(&net, &mut sum)
-}
-
-/// Adds gradients times a factor to others.
-fn add(net: &Net<B>, gradients: GradientsParams, sum: &mut GradientsParams, factor: f64) {
-    struct Add<'a>(GradientsParams, &'a mut GradientsParams, f64);
-    impl ModuleVisitor<B> for Add<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if let Some(gradient) = self.0.remove::<Flex, D>(param.id) {
-                let own = gradient * self.2;
-                let sum = self.1.remove::<Flex, D>(param.id).map_or_else(|| own.clone(), |sum| sum + own.clone());
-                self.1.register(param.id, sum);
-            }
-        }
-    }
-    net.visit(&mut Add(gradients, sum, factor));
+    norm(&net, &sum)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -176,15 +146,15 @@ fn wrong_steps(group: &Group, (kind, form): (Kind, Form), steps: usize, expected
     let operations = [Operation::Cat, Operation::Stack, Operation::Roll];
     let (critic, of_critic) = DataParallel::new(group.clone(), Net::new(50)).unwrap();
     let (mut net, ddp) = DataParallel::new(group.clone(), Net::new(1)).unwrap();
-    let sgd = || SgdConfig::new().init::<B, Net<B>>();
-    let mut zero1 = ShardedOptimizer::<Sgd<Flex>, _, _>::new(&ddp, sgd(), Sharding::All).unwrap();
+    let sgd = || -> SgdOf<Net> { SgdConfig::new().init() };
+    let mut zero1 = ShardedOptimizer::new(&ddp, sgd(), Sharding::All).unwrap();
     let mut optimizer = sgd();
     let (mut parts_of_net, fsdp) = FullyShardedParallel::new(group.clone(), Net::new(1)).unwrap();
     let mut wrong = 0;
     for step in 0..steps {
         let operation = operations[step % 3];
         if kind == Kind::Adversarial {
-            let run = |critic: &Net<B>, seed| (critic.loss(seed, operation), 1);
+            let run = |critic: &Net, seed| (critic.loss(seed, operation), 1);
             // Its gradients are those of another model.
             drop(of_critic.run(&critic, [1, 2], run).unwrap());
         }
@@ -195,7 +165,7 @@ fn wrong_steps(group: &Group, (kind, form): (Kind, Form), steps: usize, expected
                 Form::Step | Form::Zero1 => drop(net.loss(9, operation)),
             }
         }
-        let loss = |net: &Net<B>, seeds: &&[usize]| (kind.loss(net, seeds, operation, &critic), 1);
+        let loss = |net: &Net, seeds: &&[usize]| (kind.loss(net, seeds, operation, &critic), 1);
         let is_still = |id| kind == Kind::StillPart && (id == net.c.weight.id);
         let own = match form {
             Form::Step if kind == Kind::TwoLosses => {
@@ -203,16 +173,16 @@ fn wrong_steps(group: &Group, (kind, form): (Kind, Form), steps: usize, expected
                 let losses = (open.0.model().loss(1, operation), open.1.model().loss(2, operation));
                 open.1.finish(&mut losses.1.backward()).unwrap();
                 open.0.finish(&mut losses.0.backward()).unwrap();
-                let mut gradients = ddp.skip(&net).unwrap();
-                let own = norm(&net, &mut gradients);
+                let gradients = ddp.skip(&net).unwrap();
+                let own = norm(&net, &gradients);
                 net = optimizer.step(0.0, net, gradients);
                 own
             }
             Form::Step => {
                 let mut gradients = ddp.run(&net, kind.passes(), loss).unwrap();
-                let own = norm(&net, &mut gradients);
+                let own = norm(&net, &gradients);
                 if is_still(net.c.weight.id) {
-                    drop(gradients.remove::<Flex, 2>(net.c.weight.id));
+                    drop(remove_gradient::<2>(&mut gradients, net.c.weight.id));
                 }
                 net = optimizer.step(0.0, net, gradients);
                 own

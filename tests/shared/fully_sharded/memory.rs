@@ -2,18 +2,15 @@
 
 use std::time::Duration;
 
-use bonfire::{Error, FullyShardedParallel, Group, ShardedBlock};
+use bonfire::{Error, Group, ShardedBlock};
 use bonfire_testing::allocation;
 use bonfire_testing::process::{Process, is_child, report};
 use bonfire_testing::resources::Limited;
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamConfig, Optimizer};
-use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::nn::LinearConfig;
+use burn::optim::AdamConfig;
 use rustix::process::{Resource, Rlimit, Signal, setrlimit};
 
-use super::models::{Loss, Training};
+use crate::burn_version::*;
 
 const BLOCKS: usize = 16;
 const STEPS: usize = 3;
@@ -21,19 +18,20 @@ const STEPS: usize = 3;
 /// The number of columns of the square weights, which are all of the model.
 const WIDTH: &str = "WIDTH";
 
-#[derive(Module, Debug)]
-struct Deep<B: Backend> {
-    layers: Vec<ShardedBlock<Linear<B>>>,
+models! {
+    struct Deep {
+        layers: Vec<ShardedBlock<Linear>>,
+    }
 }
 
-impl Deep<Training> {
+impl Deep {
     fn new(width: usize) -> Self {
-        let linear = || LinearConfig::new(width, width).with_bias(false).init(&Default::default());
+        let linear = || LinearConfig::new(width, width).with_bias(false).init(&device());
         Deep { layers: (0..BLOCKS).map(|_| ShardedBlock::new(linear())).collect() }
     }
 
-    fn loss(&self, width: usize) -> Loss {
-        let x = Tensor::<Training, 2>::ones([2, width], &Default::default());
+    fn loss(&self, width: usize) -> Tensor<1> {
+        let x = Tensor::<2>::ones([2, width], &device());
         let x = self.layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x).tanh()));
         x.powf_scalar(2.0).mean()
     }
@@ -55,7 +53,7 @@ fn train() -> Result<String, Error> {
     let group = Group::from_env()?;
     let (allocated, resident) = (allocation::in_use(), resident());
     let (mut model, fsdp) = FullyShardedParallel::new(group, Deep::new(width))?;
-    let mut optimizer = AdamConfig::new().init::<Training, _>();
+    let mut optimizer: AdamOf<Deep> = AdamConfig::new().init();
     let mut most = 0;
     for _ in 0..STEPS {
         // Of this step only.
@@ -102,7 +100,7 @@ fn a_rank_needs_its_part_of_the_training_and_a_few_blocks() {
     const PRODUCT: usize = 2 * BLOCK;
     // Activations, the groups, and what they reduce at a time.
     const SMALL: usize = BLOCK + BLOCK / 4;
-    let name = "fully_sharded::memory::a_rank_needs_its_part_of_the_training_and_a_few_blocks";
+    let name = "shared::fully_sharded::memory::a_rank_needs_its_part_of_the_training_and_a_few_blocks";
     for transport in ["shm", "tcp"] {
         for n in [2, 4, 8] {
             let processes = Process::start_ranks_with(name, n, transport, "60", &[(WIDTH, SIDE.to_string())]);
@@ -127,7 +125,7 @@ fn a_model_that_exceeds_a_limit_on_memory_in_one_process_trains_in_four() {
     if is_child() {
         return report(&train());
     }
-    let name = "fully_sharded::memory::a_model_that_exceeds_a_limit_on_memory_in_one_process_trains_in_four";
+    let name = "shared::fully_sharded::memory::a_model_that_exceeds_a_limit_on_memory_in_one_process_trains_in_four";
     // 64 MiB of parameters, and 256 with gradients and moments.
     let (width, limit) = ([(WIDTH, "1024".to_owned())], 192 << 20);
     let limits: Vec<_> = (0..4).map(|_| Limited::new(limit)).collect();
@@ -146,7 +144,7 @@ fn gather_without_memory() -> Result<String, Error> {
     const SIDE: usize = 4096;
     let group = Group::from_env()?;
     let rank = group.rank();
-    let linear = LinearConfig::new(SIDE, SIDE).with_bias(false).init(&Default::default());
+    let linear = LinearConfig::new(SIDE, SIDE).with_bias(false).init(&device());
     let model = Deep { layers: vec![ShardedBlock::new(linear)] };
     let (model, fsdp) = FullyShardedParallel::new(group, model)?;
     if rank == 1 {
@@ -168,7 +166,7 @@ fn a_rank_without_memory_for_a_block_fails_the_step_on_all_ranks() {
     if is_child() {
         return report(&gather_without_memory());
     }
-    let name = "fully_sharded::memory::a_rank_without_memory_for_a_block_fails_the_step_on_all_ranks";
+    let name = "shared::fully_sharded::memory::a_rank_without_memory_for_a_block_fails_the_step_on_all_ranks";
     for transport in ["shm", "tcp"] {
         let processes = Process::start_ranks(name, 3, transport, "60");
         for rank in [0, 2] {

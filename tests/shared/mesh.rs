@@ -1,17 +1,14 @@
 //! Data parallelism over some dimensions of a mesh: along the others, ranks have parameters of their own.
 
-use bonfire::{DataParallel, DeviceMesh, Error};
+use bonfire::{DeviceMesh, Error};
 use bonfire_testing::ranks;
-use burn::backend::{Autodiff, Flex};
 use burn::module::Param;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
 
-type B = Autodiff<Flex>;
-type Model = Param<Tensor<B, 1>>;
+use crate::burn_version::*;
 
-fn model(value: usize) -> Model {
-    Param::from_tensor(Tensor::full([3], value as f32, &Default::default()))
+fn model(value: usize) -> Param<Tensor<1>> {
+    Param::from_tensor(Tensor::full([3], value as f32, &device()))
 }
 
 /// Distributes models over a mesh of these dimensions, with the rank as value. Then each rank's gradient is its rank.
@@ -23,9 +20,9 @@ fn values_and_means(dimensions: &[(&str, usize)]) -> Vec<[f32; 2]> {
         let mesh = DeviceMesh::new(group, dimensions.iter().copied()).unwrap();
         let (model, ddp) = DataParallel::new(mesh, model(rank)).unwrap();
         let mut grads = GradientsParams::new();
-        grads.register(model.id, Tensor::<Flex, 1>::full([3], rank as f32, &Default::default()));
-        let mean = ddp.sync(&model, grads, 1).unwrap().get::<Flex, 1>(model.id).unwrap();
-        [model.val().inner(), mean].map(|tensor| tensor.into_data().to_vec::<f32>().unwrap()[0])
+        grads.register(model.id, Inner::<1>::full([3], rank as f32, &inner_device()));
+        let mean = gradient::<1>(&ddp.sync(&model, grads, 1).unwrap(), model.id).unwrap();
+        [model.val().inner(), mean].map(|tensor| tensor.into_data().iter::<f32>().next().unwrap())
     })
 }
 

@@ -1,85 +1,87 @@
 //! Models with marked blocks, and their training in every form of sharding.
 
-use bonfire::train::embedding;
-use bonfire::{
-    DataParallel, DeviceMesh, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding, SyncBatchNorm,
-    SyncBatchNormConfig,
-};
-use burn::backend::{Autodiff, Flex};
-use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
-use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::{AdamConfig, Optimizer};
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor, TensorData, activation};
+use bonfire::{DeviceMesh, Group, ShardedBlock, Sharding, SyncBatchNormConfig};
+use burn::module::Param;
+use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
+use burn::nn::{EmbeddingConfig, LayerNormConfig, LinearConfig};
+use burn::optim::AdamConfig;
+use burn::tensor::{DType, Int, Shape, TensorData, activation};
 
-pub type Training = Autodiff<Flex>;
-pub type Loss = Tensor<Training, 1>;
+use crate::burn_version::*;
+use crate::model_data::map_floats;
 
 /// Numbers in [-1, 1) that depend on the seed.
-pub fn values<const D: usize>(shape: [usize; D], seed: usize, dtype: DType) -> Tensor<Training, D> {
+pub fn values<const D: usize>(shape: [usize; D], seed: usize, dtype: DType) -> Tensor<D> {
+    Tensor::from_data(data(shape.into(), seed, dtype), (&device(), dtype))
+}
+
+fn data(shape: Shape, seed: usize, dtype: DType) -> TensorData {
     let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f64 / 1001.5 - 1.0;
-    let values: Vec<f64> = (0..shape.iter().product()).map(next).collect();
-    Tensor::from_data(TensorData::new(values, shape).convert_dtype(dtype), (&Default::default(), dtype))
+    let values: Vec<f64> = (0..shape.num_elements()).map(next).collect();
+    TensorData::new(values, shape).convert_dtype(dtype)
 }
 
 /// Gives parameters values that are the same in every model, of this type.
-struct Initial(DType, usize);
-
-impl ModuleMapper<Training> for Initial {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<Training, D>>) -> Param<Tensor<Training, D>> {
-        self.1 += 1;
-        let trained = param.is_require_grad();
-        let (id, tensor, mapper) = param.consume();
-        let value = if trained { values(tensor.dims(), self.1, self.0) * 0.4 } else { tensor.detach().cast(self.0) };
-        Param::from_mapped_value(id, Tensor::from_inner(value.inner()).set_require_grad(trained), mapper)
-    }
-}
-
-pub fn initial<M: Module<Training>>(model: M, dtype: DType) -> M {
-    model.map(&mut Initial(dtype, 0))
+pub fn initial<M: Model>(model: M, dtype: DType) -> M {
+    let mut seed = 0;
+    map_floats(model, |value, trained| {
+        seed += 1;
+        if !trained {
+            return value.convert_dtype(dtype);
+        }
+        let values = data(value.shape().clone(), seed, DType::F64);
+        let scaled = values.iter::<f64>().map(|x| x * 0.4).collect::<Vec<_>>();
+        TensorData::new(scaled, values.shape().clone()).convert_dtype(dtype)
+    })
 }
 
 /// The values of all float parameters, in visiting order.
-#[derive(Default)]
-pub struct Floats(pub Vec<TensorData>);
+pub fn floats<M: Model>(model: &M) -> Vec<TensorData> {
+    crate::burn_version::floats(model).into_iter().map(|parameter| parameter.data).collect()
+}
 
-impl ModuleVisitor<Training> for Floats {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Training, D>>) {
-        self.0.push(param.val().into_data());
+models! {
+    pub struct Layer {
+        norm: LayerNorm,
+        attention: MultiHeadAttention,
+        up: Linear,
+        down: Linear,
     }
-}
 
-pub fn floats<M: Module<Training>>(model: &M) -> Vec<TensorData> {
-    let mut floats = Floats::default();
-    model.visit(&mut floats);
-    floats.0
-}
+    /// A small transformer whose embedding is a block, and whose head is in none.
+    pub struct Language {
+        embedding: ShardedBlock<Embedding>,
+        layers: Vec<ShardedBlock<Layer>>,
+        norm: LayerNorm,
+        head: Linear,
+    }
 
-#[derive(Module, Debug)]
-pub struct Layer<B: Backend> {
-    norm: LayerNorm<B>,
-    attention: MultiHeadAttention<B>,
-    up: Linear<B>,
-    down: Linear<B>,
-}
+    /// Layers of sizes that do not divide, one of which is used twice, one that contains a block, a frozen weight, a
+    /// parameter of one element, one that is not used, and statistics of all ranks.
+    pub struct Odd {
+        first: Linear,
+        twice: ShardedBlock<Linear>,
+        norm: ShardedBlock<SyncBatchNorm>,
+        outer: ShardedBlock<Outer>,
+        unused: Linear,
+        scale: Param<Tensor<1>>,
+    }
 
-/// A small transformer whose embedding is a block, and whose head is in none.
-#[derive(Module, Debug)]
-pub struct Language<B: Backend> {
-    embedding: ShardedBlock<Embedding<B>>,
-    layers: Vec<ShardedBlock<Layer<B>>>,
-    norm: LayerNorm<B>,
-    head: Linear<B>,
+    pub struct Outer {
+        before: Linear,
+        frozen: Param<Tensor<2>>,
+        inner: ShardedBlock<Linear>,
+        after: Linear,
+    }
 }
 
 const WORDS: usize = 11;
 const WIDTH: usize = 6;
 const LAYERS: usize = 3;
 
-impl<B: Backend> Layer<B> {
+impl Layer {
     fn new() -> Self {
-        let device = Default::default();
+        let device = device();
         Layer {
             norm: LayerNormConfig::new(WIDTH).init(&device),
             attention: MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(0.0).init(&device),
@@ -88,16 +90,16 @@ impl<B: Backend> Layer<B> {
         }
     }
 
-    fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let attended = self.attention.forward(MhaInput::self_attn(self.norm.forward(x.clone()))).context;
         let x = x + attended;
         x.clone() + self.down.forward(activation::gelu(self.up.forward(x)))
     }
 }
 
-impl Language<Training> {
+impl Language {
     pub fn new(dtype: DType) -> Self {
-        let device = Default::default();
+        let device = device();
         let model = Language {
             embedding: ShardedBlock::new(EmbeddingConfig::new(WORDS, WIDTH).init(&device)),
             layers: (0..LAYERS).map(|_| ShardedBlock::new(Layer::new())).collect(),
@@ -108,39 +110,19 @@ impl Language<Training> {
     }
 
     /// The loss of the samples with these numbers.
-    pub fn loss(&self, samples: std::ops::Range<usize>) -> Loss {
+    pub fn loss(&self, samples: std::ops::Range<usize>) -> Tensor<1> {
         let count = samples.len();
         let words: Vec<i32> = samples.flat_map(|i| (0..5).map(move |j| ((i * (j + 3) + j) % WORDS) as i32)).collect();
-        let words = Tensor::<Training, 2, Int>::from_data(TensorData::new(words, [count, 5]), &Default::default());
-        let x = self.embedding.run(|table| embedding(table.weight.val(), words));
+        let words = Tensor::<2, Int>::from_data(TensorData::new(words, [count, 5]), &device());
+        let x = self.embedding.run(|table| embed(table, words));
         let x = self.layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x)));
         self.head.forward(self.norm.forward(x)).powf_scalar(2.0).mean()
     }
 }
 
-/// Layers of sizes that do not divide, one of which is used twice, one that contains a block, a frozen weight, a
-/// parameter of one element, one that is not used, and statistics of all ranks.
-#[derive(Module, Debug)]
-pub struct Odd<B: Backend> {
-    first: Linear<B>,
-    twice: ShardedBlock<Linear<B>>,
-    norm: ShardedBlock<SyncBatchNorm<B>>,
-    outer: ShardedBlock<Outer<B>>,
-    unused: Linear<B>,
-    scale: Param<Tensor<B, 1>>,
-}
-
-#[derive(Module, Debug)]
-pub struct Outer<B: Backend> {
-    before: Linear<B>,
-    frozen: Param<Tensor<B, 2>>,
-    inner: ShardedBlock<Linear<B>>,
-    after: Linear<B>,
-}
-
-impl Odd<Training> {
+impl Odd {
     pub fn new(group: &Group, dtype: DType) -> Self {
-        let device = Default::default();
+        let device = device();
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
         let frozen = Param::from_tensor(values([7, 7], 5, dtype));
         let model = Odd {
@@ -159,7 +141,7 @@ impl Odd<Training> {
         initial(model, dtype)
     }
 
-    pub fn loss(&self, samples: std::ops::Range<usize>) -> Loss {
+    pub fn loss(&self, samples: std::ops::Range<usize>) -> Tensor<1> {
         let dtype = self.scale.val().dtype();
         let rows = samples.map(|i| values([1, 5], i, dtype)).collect();
         let x = self.first.forward(Tensor::cat(rows, 0)).tanh();
@@ -191,19 +173,19 @@ pub enum Form {
 }
 
 /// Trains with Adam. Returns the mean loss of each step over all ranks, and the parameters.
-pub fn train<M: AutodiffModule<Training>>(
+pub fn train<M: Model>(
     group: Group,
     form: Form,
     steps: usize,
     model: M,
-    loss: impl Fn(&M, usize) -> Loss,
+    loss: impl Fn(&M, usize) -> Tensor<1>,
 ) -> (Vec<f64>, Vec<TensorData>) {
     const RATE: f64 = 0.01;
     let mut losses = Vec::new();
-    let number = |loss: &Loss| loss.clone().into_data().iter::<f64>().next().unwrap();
+    let number = |loss: &Tensor<1>| loss.clone().into_data().iter::<f64>().next().unwrap();
     if let Form::Replicas | Form::Optimizer | Form::OptimizerOn(_) = form {
         let (mut model, ddp) = DataParallel::new(group.clone(), model).unwrap();
-        let mut optimizer = AdamConfig::new().init::<Training, M>();
+        let mut optimizer: AdamOf<M> = AdamConfig::new().init();
         let mut sharded = match form {
             Form::OptimizerOn(ranks) => {
                 let replicas = group.world_size() / ranks;
@@ -241,7 +223,7 @@ pub fn train<M: AutodiffModule<Training>>(
     if form == Form::Gradients {
         fsdp = fsdp.keep_gathered();
     }
-    let mut optimizer = AdamConfig::new().init::<Training, M>();
+    let mut optimizer: AdamOf<M> = AdamConfig::new().init();
     for step in 0..steps {
         let running = fsdp.last_pass(&model, 1).unwrap();
         let loss = loss(running.model(), step);

@@ -2,11 +2,12 @@
 
 use super::*;
 
-/// A linear layer and a normalisation, which needs all ranks.
-#[derive(Module, Debug)]
-struct Normed<B: Backend> {
-    linear: Linear<B>,
-    norm: SyncBatchNorm<B>,
+models! {
+    /// A linear layer and a normalisation, which needs all ranks.
+    struct Normed {
+        linear: Linear,
+        norm: SyncBatchNorm,
+    }
 }
 
 /// The samples of the tests with few of them, and the size of their batches: the last batch has one sample.
@@ -14,13 +15,13 @@ const FEW: (usize, usize) = (61, 60);
 
 /// Trains for an epoch. A rank does not run the model on an empty shard.
 fn train_few(group: Group, tail: fn(ShardedSampler) -> ShardedSampler) -> Result<Vec<f64>, Error> {
-    let device = Default::default();
-    let mut linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
-    linear.weight = Param::from_tensor(pattern::<Training, 2>(&[3, 2], 1));
-    let norm = SyncBatchNormConfig::new(2).init(&group, &device).map(&mut InF64);
+    let device = device();
+    let mut linear: Linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
+    linear.weight = Param::from_tensor(pattern::<2>(&[3, 2], 1));
+    let norm = in_f64(SyncBatchNormConfig::new(2).init(&group, &device));
     let (mut model, ddp) = DataParallel::new(group, Normed { linear, norm })?;
     let mut optimizer = SgdConfig::new().init();
-    let samples = pattern::<Training, 2>(&[FEW.0, 3], 2);
+    let samples = pattern::<2>(&[FEW.0, 3], 2);
     for shard in tail(ShardedSampler::new(ddp.group(), FEW.0, FEW.1)?).epoch(0) {
         let mut grads = GradientsParams::new();
         if !shard.is_empty() {

@@ -1,29 +1,28 @@
 //! Ranks whose models would differ get an error, and ranks whose models are equal do not.
 
 use bonfire::launch::{self, Failed};
-use bonfire::{DataParallel, Error, Group, ReduceOp, ShardedOptimizer, Sharding};
+use bonfire::{Error, Group, ReduceOp, Sharding};
 use bonfire_testing::ranks;
-use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, Param, RunningState};
-use burn::optim::{Adam, AdamConfig, GradientsParams, Optimizer, SgdConfig, adaptor::OptimizerAdaptor};
-use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::module::{Param, RunningState, list_param_ids};
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 
-type B = Autodiff<Flex>;
+use crate::burn_version::*;
+use crate::model_data::with_ids;
 
-/// Trained parameters, a frozen one and a state.
-#[derive(Module, Debug)]
-struct Model<B: Backend> {
-    first: Param<Tensor<B, 1>>,
-    second: Param<Tensor<B, 2>>,
-    frozen: Param<Tensor<B, 1>>,
-    state: RunningState<Tensor<B, 1>>,
+models! {
+    /// Trained parameters, a frozen one and a state.
+    struct Net {
+        first: Param<Tensor<1>>,
+        second: Param<Tensor<2>>,
+        frozen: Param<Tensor<1>>,
+        state: RunningState<Tensor<1>>,
+    }
 }
 
 /// A model that depends on the rank.
-fn model(group: &Group) -> Model<B> {
-    let (value, device) = (1.0 + group.rank() as f64, Default::default());
-    Model {
+fn model(group: &Group) -> Net {
+    let (value, device) = (1.0 + group.rank() as f64, device());
+    Net {
         first: Param::from_tensor(Tensor::full([9], value, &device)),
         second: Param::from_tensor(Tensor::full([3, 5], value, &device)),
         frozen: Param::from_tensor(Tensor::full([2], value, &device)).set_require_grad(false),
@@ -31,29 +30,33 @@ fn model(group: &Group) -> Model<B> {
     }
 }
 
-fn gradients(model: &Model<B>) -> GradientsParams {
+fn gradients(model: &Net) -> GradientsParams {
     let loss = model.first.val().powf_scalar(2.0).sum() + model.second.val().powf_scalar(2.0).sum();
     GradientsParams::from_grads(loss.backward(), model)
 }
 
-fn adam() -> OptimizerAdaptor<Adam, Model<B>, B> {
+fn adam() -> AdamOf<Net> {
     AdamConfig::new().init()
 }
 
+fn sgd() -> SgdOf<Net> {
+    SgdConfig::new().init()
+}
+
 /// What a rank trains with.
-struct Training {
-    ddp: DataParallel<B>,
-    model: Model<B>,
-    optimizer: OptimizerAdaptor<Adam, Model<B>, B>,
+struct InTraining {
+    ddp: DataParallel,
+    model: Net,
+    optimizer: AdamOf<Net>,
     rate: f64,
     /// Steps so far.
     done: u64,
 }
 
-impl Training {
-    fn new(group: &Group) -> Training {
+impl InTraining {
+    fn new(group: &Group) -> InTraining {
         let (model, ddp) = DataParallel::new(group.clone(), model(group)).unwrap();
-        Training { ddp, model, optimizer: adam(), rate: 0.1, done: 0 }
+        InTraining { ddp, model, optimizer: adam(), rate: 0.1, done: 0 }
     }
 
     fn steps(&mut self, count: usize) -> Result<(), Error> {
@@ -68,9 +71,9 @@ impl Training {
 
 /// Trains on three ranks for at most `steps` steps. All must fail with the same error, which contains `expected`, after
 /// `expected_steps` of them, and be able to go on.
-fn drifts(steps: usize, expected_steps: u64, expected: &str, mistake: impl Fn(&mut Training, &Group, Model<B>) + Sync) {
+fn drifts(steps: usize, expected_steps: u64, expected: &str, mistake: impl Fn(&mut InTraining, &Group, Net) + Sync) {
     let errors = ranks(3, |group| {
-        let mut training = Training::new(&group);
+        let mut training = InTraining::new(&group);
         mistake(&mut training, &group, model(&group));
         let error = training.steps(steps).unwrap_err();
         assert_eq!(training.done, expected_steps);
@@ -86,8 +89,7 @@ fn drifts(steps: usize, expected_steps: u64, expected: &str, mistake: impl Fn(&m
 fn a_rank_that_trains_another_model_is_named_before_the_first_step() {
     drifts(2, 0, "after 0 steps, `first` of ranks 1, 2 differ from rank 0's", |training, _, own| {
         // The ids are those of the model that `DataParallel::new` took.
-        let clone = own.map(&mut SameIds(burn::module::list_param_ids(&training.model)));
-        training.model = clone;
+        training.model = with_ids(own, list_param_ids(&training.model));
     });
 }
 
@@ -103,7 +105,7 @@ fn optimizer_state_on_one_rank_is_an_error_after_one_step() {
     drifts(2, 1, "after 1 step, `first` of ranks 1, 2 differ from rank 0's", |training, group, _| {
         if group.rank() == 0 {
             let mut scaled = GradientsParams::new();
-            scaled.register(training.model.first.id, Tensor::<Flex, 1>::full([9], 50.0, &Default::default()));
+            scaled.register(training.model.first.id, Inner::<1>::full([9], 50.0, &inner_device()));
             training.optimizer.step(0.1, training.model.clone(), scaled);
         }
     });
@@ -125,36 +127,26 @@ fn a_sync_that_all_ranks_left_out_is_an_error_in_the_next_one() {
         training.steps(5).unwrap();
         let mut own = GradientsParams::new();
         let rank = group.rank() as f32;
-        own.register(training.model.first.id, Tensor::<Flex, 1>::full([9], rank, &Default::default()));
+        own.register(training.model.first.id, Inner::<1>::full([9], rank, &inner_device()));
         training.model = training.optimizer.step(0.1, training.model.clone(), own);
     });
 }
 
-/// Replaces the ids of a model's parameters.
-struct SameIds(Vec<burn::module::ParamId>);
-
-impl<B: Backend> burn::module::ModuleMapper<B> for SameIds {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (_, value, mapper) = param.consume();
-        Param::from_mapped_value(self.0.remove(0), value, mapper)
-    }
-}
-
 /// Changes a parameter's value on this rank.
-fn change<const D: usize>(parameter: &mut Param<Tensor<B, D>>, to: impl FnOnce(Tensor<Flex, D>) -> Tensor<Flex, D>) {
+fn change<const D: usize>(parameter: &mut Param<Tensor<D>>, to: impl FnOnce(Inner<D>) -> Inner<D>) {
     *parameter = parameter.clone().map(|value| Tensor::from_inner(to(value.inner())).require_grad());
 }
 
 #[test]
 fn verify_accepts_equal_models_whose_states_differ() {
     ranks(3, |group| {
-        let mut training = Training::new(&group);
+        let mut training = InTraining::new(&group);
         training.ddp.verify(&training.model, &training.optimizer).unwrap();
         training.steps(3).unwrap();
-        training.model.state.update(Tensor::full([2], group.rank() as f64, &Default::default()));
+        training.model.state.update(Tensor::full([2], group.rank() as f64, &device()));
         training.ddp.verify(&training.model, &training.optimizer).unwrap();
         // An optimizer without state.
-        training.ddp.verify(&training.model, &SgdConfig::new().init::<B, Model<B>>()).unwrap();
+        training.ddp.verify(&training.model, &sgd()).unwrap();
         training.ddp.average_states(training.model).unwrap();
     });
 }
@@ -163,9 +155,9 @@ fn verify_accepts_equal_models_whose_states_differ() {
 fn verify_names_the_first_parameter_whose_value_or_optimizer_state_differs() {
     ranks(3, |group| {
         let rank = group.rank();
-        let mut training = Training::new(&group);
+        let mut training = InTraining::new(&group);
         training.steps(2).unwrap();
-        let refused = |training: &Training, expected: &str| {
+        let refused = |training: &InTraining, expected: &str| {
             let error = training.ddp.verify(&training.model, &training.optimizer).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
             assert!(error.to_string().contains(expected), "{error}");
@@ -178,7 +170,7 @@ fn verify_names_the_first_parameter_whose_value_or_optimizer_state_differs() {
         training.optimizer = optimizer.clone();
         if rank == 0 {
             let mut grads = GradientsParams::new();
-            grads.register(training.model.second.id, Tensor::<Flex, 2>::ones([3, 5], &Default::default()));
+            grads.register(training.model.second.id, Inner::<2>::ones([3, 5], &inner_device()));
             training.optimizer.step(0.0, training.model.clone(), grads);
         }
         refused(&training, "the optimizer's state for `second` of ranks 1, 2 differ from rank 0's");
@@ -191,21 +183,20 @@ fn verify_names_the_first_parameter_whose_value_or_optimizer_state_differs() {
         assert!(error.to_string().contains("`second` of rank 2 differs from rank 0's"), "{error}");
         training.model = model;
         training.ddp.verify(&training.model, &training.optimizer).unwrap();
-        training.model.first = Param::from_tensor(Tensor::ones([9], &Default::default()));
+        training.model.first = Param::from_tensor(Tensor::ones([9], &device()));
         refused(&training, "the model does not have `first` as it was at the start");
     });
 }
 
 #[test]
 fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
-    let sharded = |ddp: &DataParallel<B>| -> ShardedOptimizer<Adam, Model<B>, B> {
-        ShardedOptimizer::new(ddp, adam(), Sharding::All).unwrap()
-    };
+    let sharded =
+        |ddp: &DataParallel| -> ShardedAdam<Net> { ShardedOptimizer::new(ddp, adam(), Sharding::All).unwrap() };
     ranks(3, |group| {
         let rank = group.rank();
-        let Training { ddp, mut model, .. } = Training::new(&group);
+        let InTraining { ddp, mut model, .. } = InTraining::new(&group);
         let mut optimizer = sharded(&ddp);
-        let refused = |optimizer: &mut ShardedOptimizer<_, _, _>, model: &mut Model<B>, rate, expected: &str| {
+        let refused = |optimizer: &mut ShardedAdam<Net>, model: &mut Net, rate, expected: &str| {
             let parts = optimizer.sync(model, gradients(model), 1);
             let error = parts.and_then(|parts| optimizer.step(rate, model, parts)).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
@@ -231,13 +222,13 @@ fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
 }
 
 /// Runs on two ranks what a program does with its `DataParallel` before it drops it. Returns what `launch` returns.
-fn launched(body: impl Fn(&mut Training) -> Result<(), Error> + Send + Sync + 'static) -> Result<Vec<()>, Failed> {
-    launch::run(Group::threads(2).unwrap(), move |group| body(&mut Training::new(&group.subgroup(&[0, 1])?)))
+fn launched(body: impl Fn(&mut InTraining) -> Result<(), Error> + Send + Sync + 'static) -> Result<Vec<()>, Failed> {
+    launch::run(Group::threads(2).unwrap(), move |group| body(&mut InTraining::new(&group.subgroup(&[0, 1])?)))
 }
 
 #[test]
 fn a_training_that_never_exchanges_gradients_fails() {
-    let alone = |training: &mut Training| {
+    let alone = |training: &mut InTraining| {
         let grads = gradients(&training.model);
         training.model = training.optimizer.step(training.rate, training.model.clone(), grads);
         Ok(())
@@ -257,14 +248,14 @@ fn a_program_that_exchanges_or_compares_succeeds() {
     assert!(launched(|training| training.ddp.average_states(training.model.clone()).map(drop)).is_ok());
     assert!(launched(|training| ShardedOptimizer::new(&training.ddp, adam(), Sharding::All).map(drop)).is_ok());
     // The group's failure has its own error, which the program may have handled.
-    let fails = |training: &mut Training| {
+    let fails = |training: &mut InTraining| {
         let group = training.ddp.group();
         group.all_reduce(&mut vec![0f32; 1 + group.rank()], ReduceOp::Sum).unwrap_err();
         Ok(())
     };
     assert!(launched(fails).is_ok());
     let alone = launch::run(Group::threads(1).unwrap(), |group| {
-        drop(Training::new(&group));
+        drop(InTraining::new(&group));
         Ok::<_, Error>(())
     });
     assert!(alone.is_ok());

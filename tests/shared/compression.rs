@@ -1,15 +1,15 @@
 //! Compressed gradients: the same bits on all ranks, the mean up to what the encoding loses, and no loss that grows.
 
 use bonfire::train::compression::{Bf16, Compression, F16, Int8};
-use bonfire::{DataParallel, Error, Group};
+use bonfire::{Error, Group};
 use bonfire_testing::{Kind, ranks, run_ranks};
-use burn::backend::{Autodiff, Flex};
 use burn::module::Param;
-use burn::optim::{GradientsParams, Optimizer, SgdConfig};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::tensor::{DType, TensorData};
 
-type Training = Autodiff<Flex>;
-type Model = Vec<Param<Tensor<Training, 1>>>;
+use crate::burn_version::*;
+
+type Vectors = Vec<Param<Tensor<1>>>;
 
 /// Elements of the parameters: less than there are ranks, no multiple of a block, several blocks.
 const SIZES: [usize; 4] = [1, 700, 3, 64];
@@ -35,27 +35,27 @@ impl Compression for Plain {
     }
 }
 
-fn model() -> Model {
-    let parameter = |size: &usize| Param::from_data(TensorData::new(vec![1.0f32; *size], [*size]), &Default::default());
+fn model() -> Vectors {
+    let parameter = |size: &usize| Param::from_data(TensorData::new(vec![1.0f32; *size], [*size]), &device());
     SIZES.iter().map(parameter).collect()
 }
 
 /// Returns gradients of the parameters at which `value` is not NaN.
-fn gradients(model: &Model, value: impl Fn(usize, usize) -> f32) -> GradientsParams {
+fn gradients(model: &Vectors, value: impl Fn(usize, usize) -> f32) -> GradientsParams {
     let mut grads = GradientsParams::new();
     for (position, parameter) in model.iter().enumerate().filter(|(position, _)| !value(*position, 0).is_nan()) {
         let values: Vec<_> = (0..SIZES[position]).map(|i| value(position, i)).collect();
         let data = TensorData::new(values, [SIZES[position]]).convert_dtype(parameter.val().dtype());
-        grads
-            .register(parameter.id, Tensor::<Flex, 1>::from_data(data, (&Default::default(), parameter.val().dtype())));
+        let dtype = data.dtype();
+        grads.register(parameter.id, Inner::<1>::from_data(data, (&inner_device(), dtype)));
     }
     grads
 }
 
 /// The values of the gradients, by position.
-fn values(model: &Model, grads: &GradientsParams) -> Vec<Option<Vec<f32>>> {
-    let values = |parameter: &Param<Tensor<Training, 1>>| {
-        let grad = grads.get::<Flex, 1>(parameter.id)?;
+fn values(model: &Vectors, grads: &GradientsParams) -> Vec<Option<Vec<f32>>> {
+    let values = |parameter: &Param<Tensor<1>>| {
+        let grad = gradient::<1>(grads, parameter.id)?;
         assert_eq!(grad.dtype(), parameter.val().dtype());
         Some(grad.into_data().iter::<f32>().collect())
     };
@@ -158,8 +158,8 @@ fn what_is_lost_in_a_step_comes_with_the_next_ones() {
 }
 
 /// A chain, so that gradients are complete one after the other.
-fn loss(model: &Model, number: usize) -> Tensor<Training, 1> {
-    model.iter().fold(Tensor::from_data([0.1 + number as f32 / 50.0], &Default::default()), |x, parameter| {
+fn loss(model: &Vectors, number: usize) -> Tensor<1> {
+    model.iter().fold(Tensor::from_data([0.1 + number as f32 / 50.0], &device()), |x, parameter| {
         (parameter.val() * x.clone()).powf_scalar(2.0).mean() * 0.5 + x * 0.5
     })
 }
@@ -212,7 +212,7 @@ fn gradients_that_are_not_finite_are_an_error_on_all_ranks_and_the_group_stays_u
                 ddp.set_compression(Int8).unwrap();
                 let step = |good: bool| {
                     let factor = if rank == 1 && !good { wrong } else { 1.0 };
-                    let loss = |model: &Model| model[0].val().sum() + model[1].val().sum() * factor;
+                    let loss = |model: &Vectors| model[0].val().sum() + model[1].val().sum() * factor;
                     if overlapped {
                         let step = ddp.last_pass(&model, 1)?;
                         let mut backward = loss(step.model()).backward();
@@ -255,7 +255,7 @@ fn different_compressions_and_f64_are_refused() {
         assert!(error.to_string().contains("rank 0 and rank 1 compress gradients differently"), "{error}");
     }
     let group = Group::threads(1).unwrap().remove(0);
-    let wide = Tensor::<Training, 1>::from_data(TensorData::from([1.0f64]), (&Default::default(), DType::F64));
+    let wide = Tensor::<1>::from_data(TensorData::from([1.0f64]), (&device(), DType::F64));
     let (_, mut ddp) = DataParallel::new(group, vec![Param::from_tensor(wide)]).unwrap();
     let error = ddp.set_compression(Int8).unwrap_err().to_string();
     assert!(error.contains("`0` has elements of f64"), "{error}");
@@ -264,7 +264,7 @@ fn different_compressions_and_f64_are_refused() {
 #[test]
 fn a_parameter_of_f64_that_is_unfrozen_later_is_refused() {
     let errors = ranks(2, |group| {
-        let wide = Tensor::<Training, 1>::from_data(TensorData::from([1.0f64]), (&Default::default(), DType::F64));
+        let wide = Tensor::<1>::from_data(TensorData::from([1.0f64]), (&device(), DType::F64));
         let frozen = Param::from_tensor(wide).set_require_grad(false);
         let (model, mut ddp) = DataParallel::new(group, vec![frozen]).unwrap();
         ddp.set_compression(Int8).unwrap();
@@ -282,10 +282,10 @@ fn a_parameter_of_f64_that_is_unfrozen_later_is_refused() {
 fn half_precision_parameters_keep_their_type() {
     ranks(2, |group| {
         let rank = group.rank();
-        let half = |parameter: Param<Tensor<Training, 1>>| {
+        let half = |parameter: Param<Tensor<1>>| {
             Param::from_tensor(Tensor::from_inner(parameter.val().inner().cast(DType::F16)).require_grad())
         };
-        let (model, mut ddp) = DataParallel::new(group, model().into_iter().map(half).collect::<Model>()).unwrap();
+        let (model, mut ddp) = DataParallel::new(group, model().into_iter().map(half).collect::<Vectors>()).unwrap();
         ddp.set_compression(Plain).unwrap();
         let mean = ddp.sync(&model, gradients(&model, |position, i| integer(rank, position, i)), 1).unwrap();
         for (position, mean) in values(&model, &mean).into_iter().enumerate() {

@@ -5,25 +5,22 @@ use super::*;
 #[test]
 fn unsupported_blocks_and_optimizers_are_rejected() {
     ranks(4, |group| {
-        let (_, ddp) = DataParallel::new(group.clone(), Odd::<Training>::new(DType::F32)).unwrap();
+        let (_, ddp) = DataParallel::new(group.clone(), Odd::new(DType::F32)).unwrap();
         for blocks in [0, 3, 8] {
-            let new = ShardedOptimizer::<Adam, Odd<Training>, _>::new(
-                &ddp,
-                AdamConfig::new().init(),
-                Sharding::Blocks(blocks),
-            );
+            let new: Result<ShardedAdam<Odd>, _> =
+                ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::Blocks(blocks));
             let error = new.unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
             assert!(error.to_string().contains(&format!("4 ranks are not blocks of {blocks}")), "{error}");
         }
-        let muon =
-            ShardedOptimizer::<_, Odd<Training>, _>::new(&ddp, MuonConfig::new().init(), Sharding::All).unwrap_err();
-        assert!(muon.to_string().contains("`Muon` updates an element by others of its parameter"), "{muon}");
+        let muon: MuonOf<Odd> = MuonConfig::new().init();
+        let muon = ShardedOptimizer::new(&ddp, muon, Sharding::All).unwrap_err();
+        assert!(muon.to_string().contains(MUON), "{muon}");
         assert!(muon.to_string().contains("train them with `DataParallel`"), "{muon}");
-        let (mut used, model) = (AdamConfig::new().init(), Odd::<Training>::new(DType::F32));
+        let (mut used, model): (AdamOf<Odd>, _) = (AdamConfig::new().init(), Odd::new(DType::F32));
         let grads = gradients(&model, |_, _| Some(1.0));
         used.step(0.1, model, grads);
-        let used = ShardedOptimizer::<Adam, Odd<Training>, _>::new(&ddp, used, Sharding::All).unwrap_err();
+        let used = ShardedOptimizer::new(&ddp, used, Sharding::All).unwrap_err();
         assert!(used.to_string().contains("has state of whole parameters already"), "{used}");
         // None of these calls has sent anything on some ranks only.
         group.barrier().unwrap();
@@ -33,14 +30,14 @@ fn unsupported_blocks_and_optimizers_are_rejected() {
 #[test]
 fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
     ranks(4, |group| {
-        let (rank, device) = (group.rank(), Default::default());
-        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<Training>::new(DType::F32)).unwrap();
-        let mut optimizer: ShardedOptimizer<Sgd<Flex>, _, _> =
+        let (rank, device) = (group.rank(), inner_device());
+        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::new(DType::F32)).unwrap();
+        let mut optimizer: ShardedSgd<Odd> =
             ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::Blocks(2)).unwrap();
         let before = bits(&model);
-        let mut refused = |model: &mut Odd<Training>, grads, samples, expected: &str| {
+        let mut refused = |model: &mut Odd, grads, samples, expected: &str| {
             let before = bits(model);
-            let error = advance(&mut optimizer, 0.1, model, grads, samples).unwrap_err();
+            let error = optimizer.advance(0.1, model, grads, samples).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
             assert!(error.to_string().contains(expected), "{error}");
             assert_eq!(bits(model), before);
@@ -48,12 +45,12 @@ fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
         refused(&mut model, GradientsParams::new(), 0, "no rank has any samples");
         let mut grads = GradientsParams::new();
         if rank == 2 {
-            grads.register(model.few.id, Tensor::<Flex, 1>::ones([4], &device));
+            grads.register(model.few.id, Inner::<1>::ones([4], &device));
         }
         refused(&mut model, grads, 1, "rank 2's gradient of `few`");
         let mut grads = GradientsParams::new();
         if rank == 1 {
-            grads.register(ParamId::new(), Tensor::<Flex, 1>::ones([5], &device));
+            grads.register(ParamId::new(), Inner::<1>::ones([5], &device));
         }
         refused(&mut model, grads, 1, "rank 1 has gradients of parameters");
         let mut other = model.clone();
@@ -74,19 +71,19 @@ fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
         assert!(error.to_string().contains("rank 0 has passes of this step with another"), "{error}");
         assert!(ddp.skip(&model).is_err(), "the pass had no gradients");
         // Parts of one rank that are not those of this optimizer.
-        let whole: ShardedOptimizer<Sgd<Flex>, Odd<Training>, _> =
-            ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();
+        let whole: ShardedSgd<Odd> = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();
         let others = whole.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).unwrap();
         let own = optimizer.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).unwrap();
         let error = optimizer.step(0.1, &mut model, if rank == 1 { others } else { own }).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         assert!(error.to_string().contains("rank 1 has parts of another model or another sharding"), "{error}");
         let parts = optimizer.sync(&model, gradients(&model, |_, _| Some(1.0)), 1).unwrap();
-        let error = parts.for_optimizer(&SgdConfig::new().init::<Training, Odd<Training>>()).err().unwrap();
+        let sgd: SgdOf<Odd> = SgdConfig::new().init();
+        let error = parts.for_optimizer(&sgd).err().unwrap();
         assert!(error.to_string().contains("parts for a sharded optimizer"), "{error}");
         assert_eq!(bits(&model), before);
         let grads = gradients(&model, |_, _| Some(1.0));
-        advance(&mut optimizer, 0.5, &mut model, grads, 1).unwrap();
+        optimizer.advance(0.5, &mut model, grads, 1).unwrap();
         assert_ne!(bits(&model), before);
     });
 }
@@ -96,15 +93,15 @@ fn a_rank_that_leaves_is_an_error_on_all_others() {
     for leaver in 0..4 {
         let results = ranks(4, |group| {
             let rank = group.rank();
-            let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+            let (mut model, ddp) = DataParallel::new(group, Odd::new(DType::F32)).unwrap();
             let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::Blocks(2)).unwrap();
             let grads = gradients(&model, |_, _| Some(1.0));
-            advance(&mut optimizer, 0.5, &mut model, grads, 1).unwrap();
+            optimizer.advance(0.5, &mut model, grads, 1).unwrap();
             if rank == leaver {
                 return None;
             }
             let before = bits(&model);
-            let error = advance(&mut optimizer, 0.5, &mut model, GradientsParams::new(), 1).unwrap_err();
+            let error = optimizer.advance(0.5, &mut model, GradientsParams::new(), 1).unwrap_err();
             assert_eq!(bits(&model), before);
             Some(error)
         });
@@ -117,11 +114,11 @@ fn a_rank_that_leaves_is_an_error_on_all_others() {
 #[test]
 fn a_model_keeps_its_ids() {
     ranks(2, |group| {
-        let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
-        let ids: HashSet<_> = burn::module::list_param_ids(&model).into_iter().collect();
+        let (mut model, ddp) = DataParallel::new(group, Odd::new(DType::F32)).unwrap();
+        let ids: HashSet<_> = list_param_ids(&model).into_iter().collect();
         let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
         let grads = gradients(&model, |_, _| Some(1.0));
-        advance(&mut optimizer, 0.5, &mut model, grads, 1).unwrap();
-        assert_eq!(burn::module::list_param_ids(&model).into_iter().collect::<HashSet<_>>(), ids);
+        optimizer.advance(0.5, &mut model, grads, 1).unwrap();
+        assert_eq!(list_param_ids(&model).into_iter().collect::<HashSet<_>>(), ids);
     });
 }

@@ -1,0 +1,23 @@
+//! Tests of the packages for burn 0.21 and 0.22, over the `burn_version` of each.
+
+pub mod checkpoint_versions;
+mod compression;
+mod data_parallel;
+pub mod fully_sharded;
+mod mesh;
+pub mod mismatch;
+mod races;
+pub mod sharded;
+pub mod step;
+mod sync_batch_norm;
+mod verify;
+
+use burn::tensor::DType;
+
+use crate::burn_version::Model;
+use crate::model_data::map_floats;
+
+/// Converts parameters and states to f64, in which sums of different order agree to 1e-12.
+pub fn in_f64<M: Model>(model: M) -> M {
+    map_floats(model, |data, _| data.convert_dtype(DType::F64))
+}
