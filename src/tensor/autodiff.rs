@@ -62,7 +62,7 @@ use self::linear::Linear;
 pub use super::attempt::attempt;
 use super::operation::carry;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::{Axis, PairSizes, Sizes, split_sizes};
+use bonfire_tensor::{Axis, PairSizes, Sizes, split_sizes};
 use bonfire_train::step::layers::{Weight, begin_collective, fail};
 
 /// Returns the element-wise sum of the ranks' tensors, on every rank. For other reductions, without gradients, use

@@ -18,7 +18,7 @@ use super::operation::{carry, dtype_and_device};
 #[cfg(feature = "flex")]
 use super::pool::GroupPool;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::{Axis, Sizes};
+use bonfire_tensor::{Axis, Sizes};
 
 /// Collectives on a model's tensors with the interface of vLLM's device communicator.
 ///

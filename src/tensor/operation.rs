@@ -75,7 +75,7 @@ use burn::tensor::{DType, Numeric, Shape, Tensor, TensorCreationOptions};
 
 pub use super::host::Kind;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::{PairSizes, Sizes};
+use bonfire_tensor::{PairSizes, Sizes};
 
 /// Returns the element-wise reduction of the ranks' tensors, on every rank. All have the same shape and element type.
 /// If only one rank needs the result use [`reduce`], if every rank needs a part of it [`reduce_scatter`]; for gradients

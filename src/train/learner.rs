@@ -13,7 +13,6 @@
 //! burn's own strategy the devices therefore start from different models, unless the program used the weights before,
 //! as `model.num_params()` does. This strategy draws once.
 
-mod iteration;
 mod rank;
 mod resume;
 

@@ -48,5 +48,5 @@ pub fn seeded<B: Backend, M: Module<B>>(
         B::sync(device).map_err(|error| Error::io("drawing weights", error))?;
         Ok(model)
     };
-    bonfire_train::seeded(group, seed, |seed| B::seed(device, seed), draw)
+    bonfire_train::agree::seeded(group, seed, |seed| B::seed(device, seed), draw)
 }

@@ -7,13 +7,13 @@ pub mod state;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::shared::checkpoint_versions::goes_on;
 use bonfire::{Checkpoints, DataParallel, Error, Group, ShardedOptimizer, Sharding, TrainingState};
 use bonfire_testing::ranks;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::lr_scheduler::noam::NoamLrSchedulerConfig;
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
-use crate::shared::checkpoint_versions::goes_on;
 use state::{B, Contents, Net, contents, start, step};
 
 /// Saves the state after `steps` steps on `n` ranks. Returns what is in it, and after three more steps.

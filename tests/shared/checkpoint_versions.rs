@@ -12,6 +12,7 @@ use burn::optim::{AdamConfig, AdamWConfig, SgdConfig};
 use burn::tensor::TensorData;
 
 use crate::burn_version::*;
+use crate::model_data::map_floats;
 
 /// The steps before the checkpoint, and those after it.
 const STEPS: [usize; 2] = [10, 20];

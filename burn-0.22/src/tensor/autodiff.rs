@@ -44,7 +44,7 @@ use burn::tensor::Tensor;
 use super::hook::with_step;
 use super::operation;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::{Axis, PairSizes, Sizes, split_sizes};
+use bonfire_tensor::{Axis, PairSizes, Sizes, split_sizes};
 pub use bonfire_train::step::layers::attempt;
 use bonfire_train::step::layers::{Weight, begin_collective, fail};
 

@@ -14,11 +14,11 @@ pub use self::routing::Routing;
 use super::host::{Source, memory};
 use super::operation;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::{Axis, Part, Sizes, common_axis};
+use bonfire_tensor::{Axis, Part, Sizes, common_axis};
 
 /// Collectives on a model's tensors with the interface of vLLM's device communicator.
 ///
-/// Use it for expert parallelism or to port code from vLLM; otherwise use [`operation`](crate::tensor::operation).
+/// Use it for expert parallelism or to port code from vLLM; otherwise use [`operation`].
 /// Tensors are sent on one group. Metadata, such as sizes that the caller does not pass, are sent on another group of
 /// the same ranks. The only reduction is the sum. Results are new tensors: no operation modifies its input. `None` for
 /// a dimension means vLLM's default: the last dimension, or the first for [`all_gather_v`](Self::all_gather_v) and

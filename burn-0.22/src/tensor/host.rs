@@ -9,7 +9,7 @@ use burn::tensor::{
 
 use bonfire_core::internal::zeroed;
 use bonfire_core::{DType, Error, Group};
-use bonfire_train::operation::HostMemory;
+use bonfire_tensor::HostMemory;
 
 /// Runs `$body` with `$T` as the unsigned integer that is as wide as an element of `$dtype`.
 macro_rules! as_wide {

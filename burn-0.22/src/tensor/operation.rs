@@ -67,7 +67,7 @@ use burn::tensor::{Tensor, TensorCreationOptions};
 use super::host::{Source, TensorSpec, memory};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Error, Group, Operation, ReduceOp};
-use bonfire_train::operation::{Axis, PairSizes, Sizes, broadcast_parts, split_sizes};
+use bonfire_tensor::{Axis, PairSizes, Sizes, broadcast_parts, split_sizes};
 
 /// Returns the element-wise reduction of the ranks' tensors, on every rank. All have the same shape and element type.
 /// If only one rank needs the result use [`reduce`], if every rank needs a part of it [`reduce_scatter`]; for gradients

@@ -44,5 +44,5 @@ pub fn seeded<M: Module>(group: &Group, seed: u64, device: &Device, init: impl F
         device.sync().map_err(|error| Error::io("drawing weights", error))?;
         Ok(model)
     };
-    bonfire_train::seeded(group, seed, |seed| device.seed(seed), draw)
+    bonfire_train::agree::seeded(group, seed, |seed| device.seed(seed), draw)
 }

@@ -1,9 +1,12 @@
 //! Small agreements between the ranks of a group.
 
+mod seeded;
+
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::seeded::seeded;
 use bonfire_core::internal::{AgreedOperations, process_number};
 use bonfire_core::{Element, Error, Group, ReduceOp};
 

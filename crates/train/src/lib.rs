@@ -10,10 +10,9 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`gather::GatherSteps`] |
 //! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
-//! | keep the ranks of a training loop in lockstep | [`iteration`] |
-//! | draw the same weights on all ranks | [`seeded`] |
+//! | keep the ranks of a training loop in lockstep | [`step::iteration`] |
+//! | draw the same weights on all ranks | [`agree::seeded`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
-//! | run operations on tensors, with parts along a dimension | [`operation`] |
 //! | save and load sets that any number of ranks can load | [`checkpoint`] |
 //!
 //! The interface is for adapters, and may change in any version.
@@ -25,17 +24,13 @@ mod bucket;
 pub mod checkpoint;
 pub mod compression;
 pub mod gather;
-pub mod iteration;
 pub mod lane;
 mod mesh;
-pub mod operation;
 pub mod parameters;
 pub mod protocol;
 mod sampler;
-mod seeded;
 pub mod shards;
 pub mod step;
 
 pub use self::mesh::{DeviceMesh, Sharding};
 pub use self::sampler::{Epoch, ShardedSampler};
-pub use self::seeded::seeded;

@@ -11,6 +11,7 @@
 mod clipping;
 mod exchange;
 mod gather;
+pub mod iteration;
 mod last;
 pub mod layers;
 mod pass;

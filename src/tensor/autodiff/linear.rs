@@ -15,7 +15,7 @@ use super::hook::Tracked;
 use super::refuse_nested;
 use crate::tensor::operation::carry;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::{PairSizes, Sizes};
+use bonfire_tensor::{PairSizes, Sizes};
 use bonfire_train::step::layers::fail;
 
 /// A linear collective and its arguments. Sizes are lengths along `dim`, one per rank.

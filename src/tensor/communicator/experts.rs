@@ -10,7 +10,7 @@ use crate::tensor::operation::carry;
 use crate::tensor::operation::fused::{self, GatherInput};
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::Sizes;
+use bonfire_tensor::Sizes;
 
 /// # Experts
 impl<B: Backend> DeviceCommunicator<B> {

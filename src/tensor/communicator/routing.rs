@@ -6,7 +6,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use crate::tensor::autodiff;
 use crate::tensor::{host, operation};
 use bonfire_core::{Error, Group};
-use bonfire_train::operation::{Order, Routes};
+use bonfire_tensor::{Order, Routes};
 
 /// A routing table: which rank receives which tokens and returns their results. It is made by
 /// [`DeviceCommunicator::route`](crate::DeviceCommunicator::route).

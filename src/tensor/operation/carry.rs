@@ -11,9 +11,7 @@ use crate::tensor::device::{connect, passes_messages, supports};
 use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
-use bonfire_train::operation::{
-    Axis, HostMemory, PairSizes, Sizes, broadcast_parts, check_count, element_count, split_sizes,
-};
+use bonfire_tensor::{Axis, HostMemory, PairSizes, Sizes, broadcast_parts, check_count, element_count, split_sizes};
 
 /// The group of a context, and memory for results of a backend.
 macro_rules! in_memory {

@@ -6,7 +6,7 @@ use burn::tensor::{Bytes, Shape, TensorMetadata};
 use super::carry::in_memory;
 use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::Error;
-use bonfire_train::operation::{Axis, HostMemory, Part, common_axis};
+use bonfire_tensor::{Axis, HostMemory, Part, common_axis};
 
 const OPERATION: &str = "all_gather";
 

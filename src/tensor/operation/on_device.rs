@@ -13,7 +13,7 @@ use crate::tensor::device::{DeviceCall, Target, connect, supports};
 use crate::tensor::host::Kind;
 use bonfire_core::internal::{ByteOperations, Peers, Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
-use bonfire_train::operation::{Axis, all_equal};
+use bonfire_tensor::{Axis, all_equal};
 
 /// How tensors are exchanged in parts.
 pub(super) enum Path {

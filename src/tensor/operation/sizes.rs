@@ -2,7 +2,7 @@
 
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
-use bonfire_train::operation::{Axis, exchange_recv_sizes};
+use bonfire_tensor::{Axis, exchange_recv_sizes};
 use bytemuck::cast_slice_mut;
 
 /// What a rank needs to know of the sizes of an all_to_all on devices.

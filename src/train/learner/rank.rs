@@ -12,7 +12,6 @@ use burn_train::{
     TrainingItem, TrainingModel, ValidLoader,
 };
 
-use super::iteration::{Iteration, Next, RankReport, agree};
 use super::resume;
 use crate::train::DataParallel;
 use crate::train::adapter::scaled;
@@ -20,6 +19,7 @@ use crate::train::record::recordable;
 use crate::train::resume::share;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
+use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::step::layers::attempt;
 
 type Inner<LC> = <<LC as LearningComponentsTypes>::Backend as AutodiffBackend>::InnerBackend;
@@ -139,17 +139,23 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             processed = progress.items_processed;
             let report = RankReport {
                 batch: batch.is_some().then_some(samples),
-                stop: self.settings.interrupter.should_stop(),
+                stop: self.settings.interrupter.should_stop().then_some(Stop::Interrupted),
                 processed: processed as u64,
                 total: progress.items_total as u64,
             };
-            let iteration = match agree(&self.group, &self.settings.interrupter, report)? {
+            let iteration = match agree(&self.group, report)? {
                 Next::Iterate(iteration) => iteration,
                 next => {
+                    let interrupter = &self.settings.interrupter;
+                    if let Next::Stop(rank, _) = next
+                        && !interrupter.should_stop()
+                    {
+                        interrupter.stop(Some(&format!("rank {rank} was interrupted")));
+                    }
                     if let Some(leader) = &mut self.leader {
                         leader.processor.process_train(LearnerEvent::EndEpoch(epoch.items_processed));
                     }
-                    return Ok(next == Next::Stop);
+                    return Ok(next != Next::EndEpoch);
                 }
             };
             count += iteration.batches();
@@ -160,7 +166,8 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             accumulated *= usize::from(!ends_step);
             if let (Some(leader), Some(item)) = (&mut self.leader, item) {
                 let rate = Some(self.learner.lr_current());
-                let item = TrainingItem::new(item, iteration.progress(), epoch.clone(), Some(count), rate);
+                let progress = Progress::new(iteration.processed as usize, iteration.total as usize);
+                let item = TrainingItem::new(item, progress, epoch.clone(), Some(count), rate);
                 leader.processor.process_train(LearnerEvent::ProcessedItem(item));
             }
         }

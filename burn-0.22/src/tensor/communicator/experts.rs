@@ -8,7 +8,7 @@ use super::{DeviceCommunicator, GatherInput, Routing, destroyed};
 use crate::tensor::operation;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::operation::Sizes;
+use bonfire_tensor::Sizes;
 
 /// # Experts
 impl DeviceCommunicator {
@@ -77,7 +77,7 @@ impl DeviceCommunicator {
     /// is the input.
     ///
     /// # Errors
-    /// Those of [`operation::reduce_scatter_v`](crate::tensor::operation::reduce_scatter_v). [`Error::InvalidArgument`]
+    /// Those of [`operation::reduce_scatter_v`]. [`Error::InvalidArgument`]
     /// also if nothing was dispatched, or after [`destroy`](Self::destroy).
     pub fn combine<const D: usize>(
         &self,

@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use crate::tensor::host::Source;
 use crate::tensor::{autodiff, operation};
 use bonfire_core::{Error, Group};
-use bonfire_train::operation::{Order, Routes};
+use bonfire_tensor::{Order, Routes};
 
 /// A routing table: which rank receives which tokens and returns their results. It is made by
 /// [`DeviceCommunicator::route`](crate::DeviceCommunicator::route).

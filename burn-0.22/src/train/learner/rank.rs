@@ -18,8 +18,8 @@ use crate::train::model::Parameters;
 use crate::train::pass::{Form, means};
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
-use bonfire_train::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::parameters::check_same_model;
+use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::step::layers::attempt;
 
 const OPERATION: &str = "data parallel strategy";

@@ -14,7 +14,7 @@ use crate::tensor::device::{DeviceCall, Target};
 use crate::tensor::host::Kind;
 use bonfire_core::internal::{Ranges, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
-use bonfire_train::operation::Axis;
+use bonfire_tensor::Axis;
 
 /// Slots begin at multiples of so many bytes, so that GPUs copy them in their widest units.
 const ALIGNMENT: usize = 16;

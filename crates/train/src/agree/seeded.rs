@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use bonfire_core::internal::{ByteOperations, Request, hash, lock};
 use bonfire_core::{DType, Error, Group, Operation};
 
-use crate::agree::all_or_none;
+use super::all_or_none;
 
 /// Returns what `draw` returns after `reseed(seed)`, which seeds the process's generator: the same on every rank, for
 /// any number of ranks, whether they are threads or processes. Afterwards the generator is seeded with `seed` and the

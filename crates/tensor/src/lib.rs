@@ -3,6 +3,8 @@
 //! A [`Group`] knows elements in a row. [`Axis`] is the dimension along which a tensor has parts, [`Sizes`] and
 //! [`PairSizes`] are their lengths, and [`HostMemory`] runs the operations. [`Routes`] are ways of tokens to experts.
 
+#![warn(missing_docs)]
+
 mod axis;
 mod routes;
 mod sizes;

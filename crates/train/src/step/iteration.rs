@@ -1,9 +1,8 @@
 //! What ranks that train in lockstep agree on before each iteration: which of them have a batch, how many samples are
 //! in it, and whether one of them wants to stop.
 
-use bonfire_core::{Error, Group};
-
 use crate::agree::all_gather_values;
+use bonfire_core::{Error, Group};
 
 /// Why a rank ends its training.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,6 +49,11 @@ pub struct Iteration {
 }
 
 impl Iteration {
+    /// Returns the number of batches.
+    pub fn batches(&self) -> usize {
+        self.weights.iter().filter(|weight| **weight > 0).count()
+    }
+
     /// Returns a rank's share of the samples of all batches.
     pub fn share(&self, rank: usize) -> f64 {
         self.weights[rank] as f64 / self.weights.iter().sum::<u64>() as f64
@@ -108,6 +112,7 @@ mod tests {
         let Next::Iterate(iteration) = next(&reports) else { panic!("two ranks have a batch") };
         assert_eq!(iteration, Iteration { weights: vec![4, 0, 1], processed: 16, total: 28 });
         assert_eq!([0, 1, 2].map(|rank| iteration.share(rank)), [0.8, 0.0, 0.2]);
+        assert_eq!(iteration.batches(), 2);
     }
 
     #[test]
