@@ -117,8 +117,9 @@ const OPERATION: &str = "full sharding";
 /// keep the whole parameter until the backward pass: burn's `Embedding`, and, unless the device has [gradient
 /// checkpointing](burn::tensor::Device::gradient_checkpointing), `transpose`, `reshape` and other changes of a
 /// parameter's shape. `Linear` changes it for inputs of three or more dimensions, if their shape makes a product in
-/// batches the faster one. So ranks whose inputs have different shapes may gather different blocks again. That is
-/// right, but for a block that runs twice: give the ranks equal shapes then, or gradient checkpointing.
+/// batches the faster one. So ranks whose inputs have different shapes may gather different blocks again. They get
+/// [`Error::Mismatch`] for it if such a block runs twice, or if ranks run different numbers of passes: give them inputs
+/// of equal shapes then, or use gradient checkpointing.
 ///
 /// # Ranks as threads
 /// A rank must not run another backward pass between the forward and the backward pass of a pass: burn-autodiff locks

@@ -243,7 +243,11 @@ pub fn by_parts(group: Group, replicas: usize, keep: bool, some_keep_values: boo
     let mesh = DeviceMesh::new(group, [("replicate", replicas), ("shard", n / replicas)]).unwrap();
     let mut training = Sharded::new(mesh, keep);
     training.keeps_values = some_keep_values && rank % 2 == 1;
-    (0..STEPS).for_each(|step| training.step(batches(step, rank, n)));
+    for step in 0..STEPS {
+        let own = batches(step, rank, n);
+        // Where a rank serves a pass, the others need the same blocks in it.
+        training.step(if some_keep_values && !own.is_empty() { vec![own.concat()] } else { own });
+    }
     training.whole()
 }
 
