@@ -138,7 +138,6 @@ pub fn in_training<M: Module<Flex> + HasAutodiffModule<Training>>(model: M) -> M
     model.train::<Training>()
 }
 
-/// The elements of a tensor.
 pub fn values<B: Backend, const D: usize>(tensor: burn::tensor::Tensor<B, D>) -> Vec<f64> {
     tensor.into_data().iter::<f64>().collect()
 }
