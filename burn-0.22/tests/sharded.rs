@@ -89,6 +89,24 @@ fn any_sharding_trains_as_one_optimizer() {
 }
 
 #[test]
+fn the_state_of_a_block_is_that_of_one_optimizer() {
+    // Two moments in f32.
+    let whole = 2 * 4 * flatten(&Net::new()).len();
+    for (n, sharding, blocks) in [(1, Sharding::All, 1), (3, Sharding::All, 1), (4, Sharding::Blocks(2), 2)] {
+        let bytes = ranks(n, |group| {
+            let (mut net, ddp) = DataParallel::new(group, Net::new()).unwrap();
+            let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+            assert_eq!(optimizer.state_bytes().unwrap(), 0);
+            let parts = optimizer.run(&net, [6], |net, rows| (net.loss(0..rows), rows)).unwrap();
+            optimizer.step(0.1, &mut net, parts).unwrap();
+            optimizer.state_bytes().unwrap()
+        });
+        assert_eq!(bytes.iter().sum::<usize>(), blocks * whole, "{bytes:?}");
+        assert!(bytes.iter().all(|own| *own <= whole * blocks / n + 4 * 2 * 4), "{bytes:?}");
+    }
+}
+
+#[test]
 fn groups_of_parameters_have_optimizers_of_their_own() {
     trains_as_alone(|| {
         let of_b = ParamGroup::from_predicate("b.");
