@@ -4,8 +4,12 @@
 mod checkpoint;
 #[path = "../digits/data.rs"]
 mod data;
+#[path = "../digits/job.rs"]
+mod job;
 #[path = "../digits/model.rs"]
 mod model;
+#[path = "../digits/progress.rs"]
+mod progress;
 #[path = "../digits/train.rs"]
 mod train;
 
@@ -22,8 +26,9 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Tensor, TensorData};
 use checkpoint::Settings;
 use data::Digits;
+use job::{Outcome, TrainingJob};
 use model::Network;
-use train::{Outcome, State, TrainingJob};
+use train::State;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type B = Autodiff<Flex>;

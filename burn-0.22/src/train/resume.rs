@@ -93,7 +93,8 @@ impl DataParallel {
     /// [`TrainingState::step`](crate::TrainingState::step) before anything else was done. Afterwards
     /// [`epoch`](crate::TrainingState::epoch) and [`batch`](crate::TrainingState::batch) are the position in the data,
     /// the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group. What a
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm). Move the fields of the old layers into new ones, as `digits` does: burn
+    /// loads a record into a layer without the ids of its running statistics, by which Bonfire knows them. What a
     /// program does next must follow from the state alone, since some ranks may have been further than others. After
     /// the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails: otherwise
     /// a rank that ends first can leave others a step behind.

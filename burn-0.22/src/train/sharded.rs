@@ -15,7 +15,9 @@ use burn::backend::{AutodiffBackend, Dispatch, DispatchTensor, TensorMetadata};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::store::RecordError;
 use burn::tensor::{Shape, Tensor};
+use burn_pack::Reader;
 
 use super::adapter::{handle, opened};
 use super::data_parallel::DataParallel;
@@ -233,6 +235,19 @@ impl ShardedOptimizer {
         let mut updated = steps.update(&parts.exists, update)?;
         *model = map_floats(model.clone(), |parameter| updated[parameters.position(parameter.id)?].take().map(opened));
         Ok(())
+    }
+
+    /// Returns the size of this rank's state in bytes: of its tensors. It records the whole state to count them, so do
+    /// not call it in every step.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the state cannot be recorded.
+    pub fn state_bytes(&self) -> Result<usize, Error> {
+        let tensors = || -> Result<_, RecordError> {
+            Ok(Reader::from_bytes(self.optimizer.to_record().into_bytes()?)?.into_tensors()?)
+        };
+        let tensors = tensors().map_err(|error| Error::io("counting the optimizer's state", error))?;
+        Ok(tensors.iter().map(burn_pack::Tensor::byte_len).sum())
     }
 
     /// Whether gradients are parts of this model, cut in this way: those of another optimizer for it.
