@@ -44,7 +44,7 @@ use burn::tensor::Tensor;
 use super::hook::with_step;
 use super::operation;
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_tensor::{Axis, PairSizes, Sizes, split_sizes};
+use bonfire_tensor::{Axis, Linear, PairSizes, Sizes, split_sizes};
 pub use bonfire_train::step::layers::attempt;
 use bonfire_train::step::layers::{Weight, begin_collective, fail};
 
@@ -203,73 +203,29 @@ pub fn all_to_all_v<const D: usize>(
 
 const OPERATION: &str = "differentiable collective";
 
-/// A collective that moves or sums elements, and its arguments. Sizes are lengths along `dim`, one per rank.
-///
-/// Each is a linear map on the concatenation of all ranks' elements, so its backward pass is the collective of the
-/// transposed matrix.
-#[derive(Clone, Debug)]
-enum Linear {
-    Broadcast {
-        root: usize,
-    },
-    /// Returns the sum on the root, zeros elsewhere.
-    Reduce {
-        root: usize,
-    },
-    AllGather {
-        dim: isize,
-        sizes: Vec<usize>,
-    },
-    /// Returns this rank's part of the sum.
-    ReduceScatter {
-        dim: isize,
-        sizes: Vec<usize>,
-    },
-    /// `None` for equal parts, otherwise the sizes to send and to receive.
-    AllToAll {
-        dim: isize,
-        sizes: Option<[Vec<usize>; 2]>,
-    },
-}
-
-impl Linear {
-    /// The collective of the backward pass: that of the transposed matrix.
-    fn transposed(self) -> Linear {
-        match self {
-            Linear::Broadcast { root } => Linear::Reduce { root },
-            Linear::Reduce { root } => Linear::Broadcast { root },
-            Linear::AllGather { dim, sizes } => Linear::ReduceScatter { dim, sizes },
-            Linear::ReduceScatter { dim, sizes } => Linear::AllGather { dim, sizes },
-            Linear::AllToAll { dim, sizes } => Linear::AllToAll { dim, sizes: sizes.map(|[send, recv]| [recv, send]) },
+#[track_caller]
+fn apply<const D: usize>(linear: &Linear, tensor: Tensor<D>, group: &Group) -> Result<Tensor<D>, Error> {
+    match linear {
+        Linear::Broadcast { root } => operation::broadcast(tensor, *root, group),
+        Linear::Reduce { root } => {
+            let (shape, device, dtype) = (tensor.shape(), tensor.device(), tensor.dtype());
+            let sum = operation::reduce(tensor, ReduceOp::Sum, *root, group)?;
+            Ok(sum.unwrap_or_else(|| Tensor::zeros(shape, (&device, dtype))))
         }
-    }
-
-    #[track_caller]
-    fn apply<const D: usize>(&self, tensor: Tensor<D>, group: &Group) -> Result<Tensor<D>, Error> {
-        match self {
-            Linear::Broadcast { root } => operation::broadcast(tensor, *root, group),
-            Linear::Reduce { root } => {
-                let (shape, device, dtype) = (tensor.shape(), tensor.device(), tensor.dtype());
-                let sum = operation::reduce(tensor, ReduceOp::Sum, *root, group)?;
-                Ok(sum.unwrap_or_else(|| Tensor::zeros(shape, (&device, dtype))))
-            }
-            Linear::AllGather { dim, sizes } => operation::all_gather_v(tensor, *dim, Some(sizes), group),
-            Linear::ReduceScatter { dim, sizes } => {
-                operation::reduce_scatter_v(tensor, ReduceOp::Sum, *dim, sizes, group)
-            }
-            Linear::AllToAll { dim, sizes: None } => operation::all_to_all(tensor, *dim, group),
-            Linear::AllToAll { dim, sizes: Some([send, recv]) } => {
-                operation::all_to_all_v(tensor, *dim, send, Some(recv), group)
-            }
+        Linear::AllGather { dim, sizes } => operation::all_gather_v(tensor, *dim, Some(sizes), group),
+        Linear::ReduceScatter { dim, sizes } => operation::reduce_scatter_v(tensor, ReduceOp::Sum, *dim, sizes, group),
+        Linear::AllToAll { dim, sizes: None } => operation::all_to_all(tensor, *dim, group),
+        Linear::AllToAll { dim, sizes: Some([send, recv]) } => {
+            operation::all_to_all_v(tensor, *dim, send, Some(recv), group)
         }
     }
 }
 
 #[track_caller]
 fn linear<const D: usize>(tensor: Tensor<D>, group: &Group, linear: Linear) -> Result<Tensor<D>, Error> {
-    let value = linear.apply(inner(&tensor)?, group)?;
+    let value = apply(&linear, inner(&tensor)?, group)?;
     let (transposed, group) = (linear.transposed(), group.clone());
-    Ok(with_backward(tensor, value, move |gradient| transposed.apply(gradient, &group)))
+    Ok(with_backward(tensor, value, move |gradient| apply(&transposed, gradient, &group)))
 }
 
 /// Returns [`all_reduce_sum`] with gradients for a global loss that is a weighted sum: the sum over the ranks of each

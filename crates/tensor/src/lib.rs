@@ -6,6 +6,7 @@
 #![warn(missing_docs)]
 
 mod axis;
+mod linear;
 mod routes;
 mod sizes;
 
@@ -14,6 +15,7 @@ use std::ops::DerefMut;
 use bytemuck::cast_slice_mut;
 
 pub use self::axis::Axis;
+pub use self::linear::Linear;
 pub use self::routes::{Order, Routes};
 pub use self::sizes::{PairSizes, Sizes, all_equal, check_count, exchange_recv_sizes, split_sizes};
 use bonfire_core::internal::{ByteOperations, Request};
