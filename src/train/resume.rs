@@ -9,7 +9,7 @@ use super::model::{Parameters, broadcast_parameters, rebuild};
 use super::record::recordable;
 use super::training_state::{AnyState, Rest};
 use bonfire_core::{Error, Group};
-use bonfire_train::agree::{all_gather_values, all_or_none, broadcast_value};
+use bonfire_train::agree::{all_or_none, broadcast_value, furthest};
 use bonfire_train::shards::Cut;
 use bonfire_train::step::Groups;
 
@@ -140,9 +140,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Brings all ranks to the state of the lowest rank among those that are furthest.
     fn catch_up<T: AnyState<Backend = B>>(&mut self, state: &mut T) -> Result<(), Error> {
         let own = state.state();
-        let positions = all_gather_values(self.group(), [own.epoch as u64, own.batch as u64])?;
-        let furthest = positions.iter().max();
-        let leader = positions.iter().position(|position| Some(position) == furthest).unwrap_or(0);
+        let leader = furthest(self.group(), [own.epoch as u64, own.batch as u64])?;
         self.take_over(state, leader)
     }
 

@@ -8,7 +8,7 @@ use super::checkpoint::{Load, Save};
 use super::data_parallel::DataParallel;
 use super::training_state::TrainingState;
 use bonfire_core::Error;
-use bonfire_train::agree::{all_gather_values, all_or_none, broadcast_value};
+use bonfire_train::agree::{all_or_none, broadcast_value, furthest};
 use bonfire_train::checkpoint::{from_bytes, to_bytes};
 use bonfire_train::shards::Cut;
 use bonfire_train::step::Groups;
@@ -27,7 +27,7 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
     }
 
     /// Replaces the state by a saved one. After an error it is unchanged.
-    fn load(&mut self, bytes: &[u8]) -> Result<(), Error> {
+    fn load(&mut self, bytes: Vec<u8>) -> Result<(), Error> {
         let loaded = Load::read(&&mut *self, &from_bytes(bytes)?)?;
         Load::replace(self, loaded);
         Ok(())
@@ -155,9 +155,7 @@ impl DataParallel {
         &mut self,
         state: &mut TrainingState<M, U>,
     ) -> Result<(), Error> {
-        let positions = all_gather_values(self.group(), [state.epoch as u64, state.batch as u64])?;
-        let furthest = positions.iter().max();
-        let leader = positions.iter().position(|position| Some(position) == furthest).unwrap_or(0);
+        let leader = furthest(self.group(), [state.epoch as u64, state.batch as u64])?;
         let own = if self.group().rank() == leader { state.save() } else { Ok(Vec::new()) };
         let bytes = all_or_none(self.group(), own)?;
         self.take_over(state, bytes, leader)
@@ -174,7 +172,7 @@ impl DataParallel {
         let bytes: Vec<u8> = broadcast_value(self.group(), &bytes, root)?;
         // A state that is loaded has new tensors. Nothing is replaced unless all ranks have loaded theirs.
         let mut loaded = state.clone();
-        all_or_none(self.group(), loaded.load(&bytes))?;
+        all_or_none(self.group(), loaded.load(bytes))?;
         *state = loaded;
         self.replicas.unused.end();
         self.replicas.steps.restart();

@@ -55,6 +55,17 @@ pub fn all_or_none<T>(group: &Group, own: Result<T, Error>) -> Result<T, Error> 
     group.all_gather_results(told).and(own)
 }
 
+/// Returns the lowest rank among those that are furthest, by epoch and batch.
+///
+/// # Errors
+/// Those of [`Group::all_gather`].
+#[track_caller]
+pub fn furthest(group: &Group, own: [u64; 2]) -> Result<usize, Error> {
+    let positions = all_gather_values(group, own)?;
+    let furthest = positions.iter().max();
+    Ok(positions.iter().position(|position| Some(position) == furthest).unwrap_or(0))
+}
+
 /// Broadcasts `root`'s value: returns its `own` on all ranks. The others' `own` is ignored.
 ///
 /// # Errors

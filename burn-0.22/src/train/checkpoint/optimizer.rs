@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::store::RecordError;
 use burn::tensor::{Bytes, DType, Device, TensorData};
@@ -37,7 +38,8 @@ pub(super) fn collect(
         let states = states(&optimizer).map_err(|error| Error::io(SAVING, error))?;
         check(states.is_empty())?;
         for (id, fields) in states {
-            let Some(parameter) = parameters.iter().find(|parameter| parameter.id.val() == id) else { continue };
+            let Some(position) = parameters.position(ParamId::from(id)) else { continue };
+            let parameter = &parameters[position];
             check_type(SAVING, parameter, !fields.is_empty())?;
             let fields = fields.into_iter().map(|(field, value)| Ok((field, to_save(parameter, value)?)));
             let fields: Fields<StateTensor> = fields.collect::<Result<_, Error>>()?;
@@ -154,13 +156,13 @@ fn to_save(parameter: &Parameter, field: Field<TensorData>) -> Result<Field<Stat
 struct Record {
     tensors: Vec<Tensor>,
     scalars: Vec<(String, burn_pack::Scalar)>,
-    paths: Vec<(u64, String)>,
+    paths: BTreeMap<u64, String>,
 }
 
 impl Record {
     fn add(&mut self, parameter: &Parameter, dimensions: usize, fields: Fields<LoadedTensor>) -> Result<(), Error> {
         let id = parameter.id.val();
-        self.paths.push((id, parameter.path.clone()));
+        self.paths.insert(id, parameter.path.clone());
         self.scalars.push((format!("{id}.{RANK}"), dimensions.into()));
         for (field, value) in fields {
             let name = format!("{id}.{field}");
@@ -181,8 +183,7 @@ impl Record {
         let names = self.scalars.iter().map(|(name, _)| name).chain(self.tensors.iter().map(|tensor| &tensor.name));
         let names = names.filter_map(|name| {
             let (id, field) = split_name(name)?;
-            let (_, path) = self.paths.iter().find(|(known, _)| *known == id)?;
-            Some((id, path.clone(), if field == RANK { String::new() } else { field.to_owned() }))
+            Some((id, self.paths.get(&id)?.clone(), if field == RANK { String::new() } else { field.to_owned() }))
         });
         names.collect()
     }

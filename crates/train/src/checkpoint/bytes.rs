@@ -32,7 +32,7 @@ pub fn to_bytes(Snapshot { contents, collect }: Snapshot) -> Result<Vec<u8>, Err
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if they are not what [`to_bytes`] has returned, or were damaged.
-pub fn from_bytes(bytes: &[u8]) -> Result<Set, Error> {
+pub fn from_bytes(bytes: Vec<u8>) -> Result<Set, Error> {
     let parts = bytes.split_first_chunk::<PREFIX>().and_then(|(len, rest)| {
         let (len, checksum) = len.split_first_chunk()?;
         let len = usize::try_from(u64::from_le_bytes(*len)).ok().filter(|len| *len <= rest.len())?;
@@ -41,11 +41,13 @@ pub fn from_bytes(bytes: &[u8]) -> Result<Set, Error> {
     });
     let manifest = parts.and_then(|(manifest, file)| {
         let manifest = Manifest::parse(std::str::from_utf8(manifest).ok()?).ok()?;
-        (manifest.files.len() == 1).then_some((manifest, file))
+        (manifest.files.len() == 1).then_some((manifest, bytes.len() - file.len()))
     });
     let invalid = || argument("these bytes are not what `TrainingState::save` returned, or were damaged");
-    let (manifest, file) = manifest.ok_or_else(invalid)?;
-    let open = |_: &Path| Ok(Data::Memory(file.to_vec()));
+    let (manifest, start) = manifest.ok_or_else(invalid)?;
+    // The only file takes them.
+    let mut bytes = Some(bytes);
+    let open = |_: &Path| Ok(Data::Memory(bytes.take().unwrap_or_default(), start));
     Set::open_with(Path::new("the bytes"), &manifest, open).map_err(|_| invalid())
 }
 
@@ -71,7 +73,7 @@ mod tests {
 
     /// All that a set in memory has.
     fn read(bytes: &[u8]) -> Result<(Contents, Vec<u8>, Option<Scalar>), Error> {
-        let set = from_bytes(bytes)?;
+        let set = from_bytes(bytes.to_vec())?;
         let contents = set.contents().cloned().expect("the contents");
         Ok((contents, set.read("model/a", 1..5)?, set.scalar("scheduler/step")?))
     }

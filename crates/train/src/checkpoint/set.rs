@@ -32,14 +32,15 @@ struct Source {
 /// A file, or its bytes.
 pub(super) enum Data {
     File(File),
-    Memory(Vec<u8>),
+    /// From this byte on.
+    Memory(Vec<u8>, usize),
 }
 
 impl Data {
     fn len(&self) -> io::Result<u64> {
         match self {
             Data::File(file) => Ok(file.metadata()?.len()),
-            Data::Memory(bytes) => Ok(bytes.len() as u64),
+            Data::Memory(bytes, start) => Ok((bytes.len() - start) as u64),
         }
     }
 
@@ -51,7 +52,7 @@ impl Data {
                 file.seek(SeekFrom::Start(offset))?;
                 Ok(Box::new(file))
             }
-            Data::Memory(bytes) => Ok(Box::new(bytes.get(offset as usize..).unwrap_or_default())),
+            Data::Memory(bytes, start) => Ok(Box::new(bytes.get(start + offset as usize..).unwrap_or_default())),
         }
     }
 }
