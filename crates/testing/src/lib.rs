@@ -94,7 +94,8 @@ pub fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
     thread::scope(|scope| {
         let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        let results: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
+        results.into_iter().map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
     })
 }
 

@@ -78,6 +78,9 @@ pub trait AgreedOperations {
     /// poisoned the group, which may be an earlier one.
     fn abandon(&self, error: Error) -> Error;
 
+    /// As [`abandon`](Self::abandon), without a wait: operations of this rank that others have not begun fail too.
+    fn abandon_at_once(&self, error: Error) -> Error;
+
     /// Fails if an operation keeps those of this process's other groups waiting until it has ended, so that ranks whose
     /// groups take turns in different orders would wait for each other. `what` needs groups that do not wait.
     fn check_concurrent(&self, what: &str) -> Result<(), Error>;
@@ -205,6 +208,10 @@ impl AgreedOperations for Group {
     fn abandon(&self, error: Error) -> Error {
         // After the operations before it, which may still complete.
         let _turn = self.core.queue.turn(&Deadline::after(self.deadline()));
+        self.core.abort(error)
+    }
+
+    fn abandon_at_once(&self, error: Error) -> Error {
         self.core.abort(error)
     }
 
@@ -410,5 +417,16 @@ mod tests {
         one.abandon(cause.clone());
         assert_eq!(waiting.join().unwrap(), Err(cause.clone()));
         assert_eq!(one.barrier(), Err(cause));
+    }
+
+    #[test]
+    fn abandoning_at_once_ends_an_operation_that_others_have_not_begun() {
+        let mut groups = Group::threads(2).unwrap();
+        let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
+        let cause = Error::argument("test", "on purpose");
+        let started = one.start_all_reduce(vec![1.0f32; 1000], ReduceOp::Sum).unwrap();
+        one.abandon_at_once(cause.clone());
+        assert_eq!(started.wait().unwrap_err().0, cause);
+        assert_eq!(zero.barrier(), Err(cause));
     }
 }

@@ -12,6 +12,7 @@ use super::{Engine, GatherCounts, ROOT, Shared};
 use crate::lane::{Pending, Tensor};
 use crate::protocol::{Agreement, Exchanged, OPERATION, PASS_END, PassKind, Problem, Weight, Writer};
 use crate::step::Decided;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
 /// A pass in progress.
@@ -107,9 +108,15 @@ impl Pass {
         Ok(Some(kinds.contains(&PassKind::Serves)))
     }
 
-    /// Takes note of a failure, which the end of the pass returns.
+    /// Takes note of a failure, which the end of the pass returns. The groups fail here and not there: a tensor library
+    /// may end its backward pass with a wait for those of other threads, and they may wait for this rank.
     fn noted<T>(&mut self, result: Result<T, Error>) -> Option<T> {
-        result.map_err(|error| self.failure.get_or_insert(error)).ok()
+        if let Err(error) = &result
+            && self.failure.is_none()
+        {
+            self.failure = Some(self.groups.iter().fold(error.clone(), |error, group| group.abandon_at_once(error)));
+        }
+        result.ok()
     }
 
     /// Returns a whole parameter for a use in the forward pass.

@@ -4,18 +4,20 @@ mod adapter;
 mod forms;
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
 
 use bonfire_core::{DType, Error, Group};
 use bonfire_testing::{Kind, ranks, run_ranks};
-use bonfire_train::Sharding;
 use bonfire_train::checkpoint::Checkpoints;
+use bonfire_train::gather::GatherSteps;
 use bonfire_train::lane::{Elements, Memory, Read, Tensor, Tensors};
 use bonfire_train::parameters::Parameter;
 use bonfire_train::protocol::Header;
 use bonfire_train::shards::Cut;
-use bonfire_train::step::{Gradients, Groups, Steps};
+use bonfire_train::step::{Gradients, Groups, Pass, Steps};
+use bonfire_train::{DeviceMesh, Sharding};
 
 use self::adapter::{Floats, initial, parameters, tensor};
 use self::forms::{Model, Sharded, batches, by_parts, by_shards, by_steps, by_sync, load, reference};
@@ -85,7 +87,7 @@ fn failing(group: Group, parameter: Parameter, readable: bool, failed: &Barrier)
     let elements = parameter.elements();
     let parameters: Arc<[Parameter]> = [parameter].into();
     let groups = Groups::sharded(&Sharding::Blocks(2).mesh("test", &group).unwrap(), "test").unwrap();
-    let tensors = Arc::new(Readable(Floats(parameters.clone()), readable));
+    let tensors = Arc::new(Readable(Floats(parameters.clone()), readable.into()));
     let steps = Steps::new(groups, parameters, tensors, Cut::Slices, false);
     let sync = || {
         let gradients = vec![(0, tensor(vec![1.0; elements]))];
@@ -97,7 +99,7 @@ fn failing(group: Group, parameter: Parameter, readable: bool, failed: &Barrier)
 }
 
 /// An adapter whose tensors may not be readable.
-struct Readable(Floats, bool);
+struct Readable(Floats, AtomicBool);
 
 impl Tensors for Readable {
     fn fits(&self, position: usize, tensor: &Tensor) -> bool {
@@ -117,7 +119,7 @@ impl Tensors for Readable {
     }
 
     fn read(&self, tensor: Tensor) -> Box<dyn Read> {
-        if self.1 { self.0.read(tensor) } else { Box::new(Unreadable) }
+        if self.1.load(Ordering::Relaxed) { self.0.read(tensor) } else { Box::new(Unreadable) }
     }
 
     fn memory(&self, dtype: DType, elements: usize) -> Result<Box<dyn Memory>, Error> {
@@ -161,4 +163,29 @@ fn a_step_that_fails_midway_on_one_rank_leaves_no_rank_waiting() {
     run(|rank| if rank == 0 { 70 } else { 6 }, |_| true, |error| matches!(error, Error::Mismatch { .. }));
     // Rank 3 fails when the others have exchanged the header, and are in the subgroups.
     run(|_| 6, |rank| rank != 3, |error| matches!(error, Error::Broken { .. }));
+}
+
+/// A tensor library may end a backward pass with a wait for those of other threads, as burn-autodiff does.
+#[test]
+fn a_rank_that_fails_in_its_backward_pass_leaves_no_rank_waiting_in_theirs() {
+    let ended = Barrier::new(2);
+    ranks(2, |group| {
+        let rank = group.rank();
+        let parameters: Arc<[Parameter]> = [parameters()[1].clone()].into();
+        let tensors = Arc::new(Readable(Floats(parameters.clone()), true.into()));
+        let groups = Groups::sharded(&DeviceMesh::from(group), "test").unwrap();
+        let steps = GatherSteps::new(groups, parameters, &[1], tensors.clone()).unwrap();
+        let part = tensor(vec![1.0; steps.layout().shape(0)[0]]);
+        let pass = steps.pass(Header::new(vec![true]), vec![Some(part)], true).unwrap();
+        pass.set_weight(1.0).unwrap();
+        let hooks = pass.hooks();
+        hooks.expect(0);
+        hooks.end_run(hooks.value(0).gathered.expect("a block"));
+        // Rank 1 cannot take part in the gather that rank 0 waits for.
+        tensors.1.store(rank == 0, Ordering::Relaxed);
+        assert!(hooks.value_again(0).is_none());
+        ended.wait();
+        let error = Box::new(pass).finish(Vec::new(), None).err().unwrap();
+        assert!(matches!(error, Error::Broken { .. }), "{error}");
+    });
 }
