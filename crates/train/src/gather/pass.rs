@@ -108,13 +108,14 @@ impl Pass {
         Ok(Some(kinds.contains(&PassKind::Serves)))
     }
 
-    /// Takes note of a failure, which the end of the pass returns. The groups fail here and not there: a tensor library
-    /// may end its backward pass with a wait for those of other threads, and they may wait for this rank.
+    /// Takes note of a failure, which the end of the pass returns. Gathers fail here already: a tensor library may end
+    /// its backward pass with a wait for those of other threads, and they may wait for this rank's part of a block.
     fn noted<T>(&mut self, result: Result<T, Error>) -> Option<T> {
         if let Err(error) = &result
             && self.failure.is_none()
         {
-            self.failure = Some(self.groups.iter().fold(error.clone(), |error, group| group.abandon_at_once(error)));
+            let gathers = self.engine.gatherer.groups().into_iter();
+            self.failure = Some(gathers.fold(error.clone(), |error, group| group.abandon_at_once(error)));
         }
         result.ok()
     }
