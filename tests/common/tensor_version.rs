@@ -5,6 +5,8 @@ pub use crate::burn_version::{Inner, inner_device};
 
 use bonfire::tensor::operation;
 use burn::backend::Flex;
+use burn::tensor::DType;
+use burn::tensor::backend::Backend;
 
 pub type DeviceCommunicator = bonfire::DeviceCommunicator<Flex>;
 
@@ -17,3 +19,8 @@ impl<K: operation::Kind<Flex>> Kind for K {}
 pub trait Numeric: Kind + burn::tensor::Numeric<Flex> {}
 
 impl<K: Kind + burn::tensor::Numeric<Flex>> Numeric for K {}
+
+/// Whether the device of tensors without autodiff computes in this element type.
+pub fn computes_in(dtype: DType) -> bool {
+    Flex::supports_dtype(&inner_device(), dtype)
+}

@@ -5,3 +5,9 @@ pub use crate::burn_version::{Inner, inner_device};
 pub use bonfire::DeviceCommunicator;
 pub use bonfire::tensor::operation::Kind;
 pub use burn::tensor::kind::Numeric;
+
+use burn::tensor::DType;
+
+pub fn computes_in(dtype: DType) -> bool {
+    inner_device().supports_dtype(dtype)
+}

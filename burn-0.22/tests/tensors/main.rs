@@ -10,4 +10,3 @@ mod tensors;
 
 mod burn_collective;
 mod gradients;
-mod operations;

@@ -10,7 +10,7 @@ use burn::tensor::{Bool, BoolStore, DType, Float, Int, TensorData};
 
 use super::checks::{every_rank_of_numbers, every_rank_of_tensor, moves, of_rank, reduces, same};
 use crate::burn_version::{Inner, Tensor, device, inner_device};
-use crate::tensor_version::DeviceCommunicator;
+use crate::tensor_version::{DeviceCommunicator, computes_in};
 
 const BOOL: DType = DType::Bool(BoolStore::Native);
 
@@ -165,6 +165,28 @@ fn float_tensors_with_autodiff_are_refused_on_all_ranks_because_gradients_would_
         assert_eq!(all.into_data().iter::<i64>().collect::<Vec<_>>(), [0, 1]);
         let sum = Tensor::<2>::from_inner(all_reduce(tensor().inner(), ReduceOp::Sum, &group).unwrap());
         assert_eq!(sum.into_data(), TensorData::from([[4f32; 2]; 2]));
+    });
+}
+
+#[test]
+fn tensors_that_a_device_or_the_group_lacks_are_typed_errors_before_anything_is_sent() {
+    run_ranks(Kind::Threads, 2, |group| {
+        let (rank, device) = (group.rank(), inner_device());
+        let refused = |result: Result<(), Error>, words: &str| match result {
+            Err(Error::InvalidArgument { reason, .. }) if reason.contains(words) => {}
+            other => panic!("{other:?} does not mention '{words}'"),
+        };
+        let received: Result<Inner<1>, Error> = recv([2], 1 - rank, (&device, DType::I32), &group);
+        refused(received.map(drop), "cannot be sent as float tensors");
+        let received: Result<Inner<1, Int>, Error> = recv([2], 1 - rank, (&device, DType::F32), &group);
+        refused(received.map(drop), "cannot be sent as int tensors");
+        // What the root has counts there, so that it alone would know.
+        let scattered: Result<Inner<1>, Error> = scatter(None, 1 - rank, 0, (&device, BOOL), &group);
+        refused(scattered.map(drop), "Bool");
+        assert!(!computes_in(DType::Flex32));
+        let received: Result<Inner<1>, Error> = recv([2], 1 - rank, (&device, DType::Flex32), &group);
+        refused(received.map(drop), "has no tensors of Flex32");
+        assert_eq!(group.trace().operations.len(), 0, "nothing was sent");
     });
 }
 
