@@ -257,7 +257,7 @@ impl<B: Backend> DeviceCommunicator<B> {
         let n = ctx.group.world_size();
         let before = (ctx.group.rank() + n - 1) % n;
         let options = TensorCreationOptions { device: self.device.clone(), dtype };
-        let (dtype, device) = dtype_and_device::<B, D, K>(options);
+        let (dtype, device) = dtype_and_device::<B, D, K>("recv", options)?;
         let (size, src) = (Shape::from(size), src.unwrap_or(before));
         carry::recv::<B, K>(ctx, size, (dtype, &device), src).map(Tensor::from_primitive)
     }

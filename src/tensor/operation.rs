@@ -34,6 +34,7 @@
 //! Each function returns the errors of the [`Group`] operation with the same name. They poison the group, except for
 //! [`Error::InvalidArgument`], which is also returned for
 //! * a float tensor of a backend with autodiff;
+//! * an element type that the kind of tensors or the device does not have, for a tensor that is received;
 //! * a quantized tensor: dequantize it first;
 //! * a root that is no rank, or a dimension that the tensor does not have;
 //! * a tensor whose length along `dim` is not a multiple of the world size, where it is split into equal parts;
@@ -70,10 +71,11 @@ pub(crate) mod fused;
 mod on_device;
 mod sizes;
 
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{Backend, DTypeUsage};
 use burn::tensor::{DType, Numeric, Shape, Tensor, TensorCreationOptions};
 
 pub use super::host::Kind;
+use super::host::TensorSpec;
 use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_tensor::{PairSizes, Sizes};
 
@@ -264,7 +266,7 @@ fn scatter_parts<B: Backend, const D: usize, K: Kind<B>>(
     options: impl Into<TensorCreationOptions<B>>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let (dtype, device) = dtype_and_device::<B, D, K>(options);
+    let (dtype, device) = dtype_and_device::<B, D, K>("scatter", options)?;
     let tensor = tensor.map(Tensor::into_primitive);
     let part = carry::scatter::<B, K>(group.into(), tensor, sizes, (root, D, dim), (dtype, &device));
     part.map(Tensor::from_primitive)
@@ -328,7 +330,7 @@ pub fn recv<B: Backend, const D: usize, K: Kind<B>>(
     options: impl Into<TensorCreationOptions<B>>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let (dtype, device) = dtype_and_device::<B, D, K>(options);
+    let (dtype, device) = dtype_and_device::<B, D, K>("recv", options)?;
     carry::recv::<B, K>(group.into(), Shape::from(shape), (dtype, &device), from).map(Tensor::from_primitive)
 }
 
@@ -350,10 +352,20 @@ pub fn exchange<B: Backend, const D: usize, K: Kind<B>>(
     incoming.map(Tensor::from_primitive)
 }
 
-/// Returns the element type and the device that `options` stands for.
+/// Returns the element type and the device that `options` stands for. Fails for elements that tensors of this kind do
+/// not have, for which burn panics, that cannot be sent, or that the device does not store.
 pub(crate) fn dtype_and_device<B: Backend, const D: usize, K: Kind<B>>(
+    operation: &str,
     options: impl Into<TensorCreationOptions<B>>,
-) -> (DType, B::Device) {
+) -> Result<(DType, B::Device), Error> {
+    let options = options.into();
+    if let Some(dtype) = options.dtype {
+        TensorSpec::new::<B, K>(operation, dtype, options.device.clone())?;
+        // Stores of bools are the backend's own matter. Some devices do not compute in every type that they store.
+        if !dtype.is_bool() && !B::dtype_usage(&options.device, dtype).contains(DTypeUsage::Storage) {
+            return Err(Error::argument(operation, format!("{:?} has no tensors of {dtype:?}", options.device)));
+        }
+    }
     let like = Tensor::<B, D, K>::empty([0; D], options);
-    (like.dtype(), like.device())
+    Ok((like.dtype(), like.device()))
 }

@@ -13,17 +13,20 @@ mod burn_version;
 mod model_data;
 #[path = "../shared/mod.rs"]
 mod shared;
+#[path = "../common/tensor_version.rs"]
+mod tensor_version;
+#[path = "../shared/tensors/mod.rs"]
+mod tensors;
 
 mod chaos;
 mod checkpoints;
 mod communicator;
 mod fully_sharded;
-mod gradients;
 mod mismatch;
+mod ndarray;
 mod randomness;
 mod sharded;
 mod step;
-mod tensors;
 mod training_state;
 
 use bonfire_testing::allocation::Counting;

@@ -2,38 +2,15 @@
 
 mod errors;
 
-use bonfire::tensor::autodiff::all_reduce_sum;
 use bonfire_testing::ranks;
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Tensor, activation};
 
-use crate::burn_version::{DataParallel, Optimizer};
-use crate::shared::step::models::{Branches, bits, values};
-
-// Not shared: operations on tensors, which the package for burn 0.22 lacks.
-/// Layers that communicate hold locks of burn-autodiff while they wait, which a rank on another thread needs where its
-/// backward pass ends.
-#[test]
-fn passes_whose_layers_communicate_do_not_lock_each_other_out() {
-    let results = ranks(3, |group| {
-        let model = Branches::new();
-        let (model, ddp) = DataParallel::new(group.clone(), model).unwrap();
-        let loss = |model: &Branches, i: usize| {
-            let own = model.loss(values([2, 5], 3 * group.rank() + i), true);
-            (all_reduce_sum(own, &group).unwrap(), 1)
-        };
-        let steps = (0..30).map(|_| {
-            let grads = ddp.run(&model, 0..4, loss).unwrap();
-            bits(&SgdConfig::new().init().step(1.0, model.clone(), grads))
-        });
-        steps.collect::<Vec<_>>()
-    });
-    assert!(results.iter().flatten().all(|bits| *bits == results[0][0]));
-}
+use crate::shared::step::models::values;
 
 // Not shared: on burn 0.21 checkpointing is a parameter of the type `Autodiff`, and on 0.22 a setting of `Device`.
 fn other_backends_get_the_gradients_of_sync<B: AutodiffBackend>() {

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use bonfire::Group;
+use bonfire::tensor::autodiff::all_reduce_sum;
 use bonfire_testing::{Kind, ranks, run_ranks};
 use burn::nn::LinearConfig;
 use burn::optim::{GradientsParams, SgdConfig};
@@ -248,4 +249,24 @@ fn other_devices_and_inference_copies_of_the_steps_model_work() {
         step.model().clone().no_grad().loss(values([1, 5], 1), true);
         assert_eq!(step.finish(&mut grads).unwrap().len(), 4);
     });
+}
+
+/// Layers that communicate hold locks of burn-autodiff while they wait. On burn 0.21 ranks on other threads need them
+/// where their backward pass ends.
+#[test]
+fn passes_whose_layers_communicate_do_not_lock_each_other_out() {
+    let results = ranks(3, |group| {
+        let model = Branches::new();
+        let (model, ddp) = DataParallel::new(group.clone(), model).unwrap();
+        let loss = |model: &Branches, i: usize| {
+            let own = model.loss(values([2, 5], 3 * group.rank() + i), true);
+            (all_reduce_sum(own, &group).unwrap(), 1)
+        };
+        let steps = (0..30).map(|_| {
+            let grads = ddp.run(&model, 0..4, loss).unwrap();
+            bits(&SgdConfig::new().init().step(1.0, model.clone(), grads))
+        });
+        steps.collect::<Vec<_>>()
+    });
+    assert!(results.iter().flatten().all(|bits| *bits == results[0][0]));
 }

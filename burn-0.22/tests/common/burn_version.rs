@@ -1,6 +1,6 @@
 //! What tests that both packages share need of burn 0.22: names for its types, models, gradients and optimizers.
 //! `tests/common/burn_version.rs` of the root package has the same names for burn 0.21, and says what they are for.
-#![allow(dead_code, unused_imports, reason = "each test target uses a part of it")]
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test target uses a part of it")]
 
 pub use bonfire::tensor::autodiff::attempt;
 pub use bonfire::train::{LastPass, Pass};

@@ -2,44 +2,43 @@
 //!
 //! A test covers one operation: every rank's tensor, different on each rank, goes through it, and the rank's loss is
 //! the sum of the result's squares times the rank's weights.
-#![cfg(not(feature = "ddp"))]
 
-use bonfire::Group;
 use bonfire::tensor::autodiff::*;
-use bonfire_testing::{Kind as TransportKind, run_ranks};
-use burn::backend::{Autodiff, Flex};
-use burn::tensor::{DType, Tensor, TensorData};
+use bonfire::{Error, Group};
+use bonfire_testing::{Kind, run_ranks};
+use burn::tensor::{DType, TensorData};
 
-/// All tensors are of f64.
-type Training = Autodiff<Flex>;
+use crate::burn_version::{self, Device, Inner, Tensor, device};
 
 /// A collective on one rank's tensor, and the same on all ranks' tensors at once, in burn alone.
-type Collective = fn(Tensor<Training, 3>, &Group) -> Tensor<Training, 3>;
-type AtOnce = fn(Vec<Tensor<Training, 3>>) -> Vec<Tensor<Training, 3>>;
+type Collective = fn(Tensor<3>, &Group) -> Tensor<3>;
+type AtOnce = fn(Vec<Tensor<3>>) -> Vec<Tensor<3>>;
 
-fn values(rank: usize, shape: [usize; 3]) -> Vec<f64> {
+pub fn values(rank: usize, shape: [usize; 3]) -> Vec<f64> {
     (0..shape.iter().product()).map(|i: usize| ((i * 7 + rank * 3 + 1) % 13) as f64 / 4.0 - 1.5).collect()
 }
 
-fn tensor(values: &[f64], shape: [usize; 3]) -> Tensor<Training, 3> {
-    Tensor::from_data(TensorData::new(values.to_vec(), shape), (&Default::default(), DType::F64))
+pub fn tensor(values: &[f64], shape: [usize; 3]) -> Tensor<3> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), (&device(), DType::F64))
 }
 
 /// Uses different weights on each rank and for each element.
-fn loss(result: Tensor<Training, 3>, rank: usize) -> Tensor<Training, 1> {
+pub fn loss(result: Tensor<3>, rank: usize) -> Tensor<1> {
     let shape = result.dims();
     let weights = (0..shape.iter().product()).map(|i: usize| (i % 5 + rank) as f64 / 2.0 + 0.25).collect::<Vec<_>>();
     // Uses the result twice, so that what flows back is a sum.
     (result.clone().powi_scalar(2) * tensor(&weights, shape) + result).sum()
 }
 
-fn read<const D: usize>(tensor: Tensor<Flex, D>) -> Vec<f64> {
-    tensor.into_data().to_vec().unwrap()
+/// Returns the elements of a tensor of f64.
+pub fn read<const D: usize>(tensor: Inner<D>) -> Vec<f64> {
+    assert_eq!(tensor.dtype(), DType::F64);
+    burn_version::values(tensor)
 }
 
 /// Compares every rank's result and gradient.
 fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, at_once: AtOnce) {
-    let gradients = run_ranks(TransportKind::Threads, ranks, move |group| {
+    let gradients = run_ranks(Kind::Threads, ranks, move |group| {
         let (rank, own) = (group.rank(), shape(group.rank()));
         let input = tensor(&values(rank, own), own).require_grad();
         let result = collective(input.clone(), &group);
@@ -50,7 +49,7 @@ fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, a
     let inputs: Vec<_> =
         (0..ranks).map(|rank| tensor(&values(rank, shape(rank)), shape(rank)).require_grad()).collect();
     let results = at_once(inputs.clone());
-    let total = |results: Vec<Tensor<Training, 3>>| {
+    let total = |results: Vec<Tensor<3>>| {
         results.into_iter().enumerate().map(|(rank, result)| loss(result, rank)).reduce(|a, b| a + b).unwrap()
     };
     for (rank, result) in results.iter().enumerate() {
@@ -70,7 +69,7 @@ fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, a
     // Central differences, through the ranks.
     let (h, moved) = (1e-5, 0);
     let total = |by: f64| {
-        let losses = run_ranks(TransportKind::Threads, ranks, move |group| {
+        let losses = run_ranks(Kind::Threads, ranks, move |group| {
             let (rank, own) = (group.rank(), shape(group.rank()));
             let mut values = values(rank, own);
             if rank == moved {
@@ -90,11 +89,11 @@ fn close(a: &[f64], b: &[f64], tolerance: f64) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= tolerance * b.abs().max(1.0))
 }
 
-fn cat(tensors: Vec<Tensor<Training, 3>>, dim: usize) -> Tensor<Training, 3> {
+fn cat(tensors: Vec<Tensor<3>>, dim: usize) -> Tensor<3> {
     Tensor::cat(tensors.into_iter().filter(|tensor| tensor.dims()[dim] > 0).collect(), dim)
 }
 
-fn sum(tensors: Vec<Tensor<Training, 3>>) -> Tensor<Training, 3> {
+fn sum(tensors: Vec<Tensor<3>>) -> Tensor<3> {
     tensors.into_iter().reduce(|a, b| a + b).unwrap()
 }
 
@@ -170,9 +169,9 @@ fn all_to_all_sends_each_part_back() {
 
 #[test]
 fn a_rank_without_elements_takes_part_in_the_backward_pass() {
-    let gradients = run_ranks(TransportKind::Threads, 2, |group| {
+    let gradients = run_ranks(Kind::Threads, 2, |group| {
         let own = if group.rank() == 0 { 2.0 } else { 5.0 };
-        let x = Tensor::<Training, 2>::full([2, 3], own, &Default::default()).require_grad();
+        let x = Tensor::<2>::full([2, 3], own, &device()).require_grad();
         let send = [[2, 0], [2, 0]][group.rank()];
         let here = all_to_all_v(x.clone(), 0, &send, None, &group).unwrap();
         assert_eq!(here.dims(), [[4, 3], [0, 3]][group.rank()]);
@@ -186,10 +185,13 @@ fn a_rank_without_elements_takes_part_in_the_backward_pass() {
 
 #[test]
 fn untracked_tensors_need_no_backward_pass_on_other_ranks() {
-    run_ranks(TransportKind::Threads, 2, |group| {
-        let gathered = all_gather(tensor(&[1.0, 2.0], [1, 2, 1]), 0, &group).unwrap();
+    run_ranks(Kind::Threads, 2, |group| {
+        let own = || tensor(&[1.0, 2.0], [1, 2, 1]);
+        let gathered = all_gather(own(), 0, &group).unwrap();
+        let sum = all_reduce_sum(own(), &group).unwrap();
         if group.rank() == 0 {
             (gathered * tensor(&[1.0; 4], [2, 2, 1]).require_grad()).sum().backward();
+            (sum * own().require_grad()).sum().backward();
         }
     });
 }
@@ -211,19 +213,19 @@ fn tensor_parallel(group: &Group) -> [Vec<f64>; 4] {
     let loss = residual.powi_scalar(2).mean() * (1.0 / group.world_size() as f64);
     let gradients = loss.backward();
     // The input and the bias are replicated.
-    let replicated = |x: &Tensor<Training, 3>| {
+    let replicated = |x: &Tensor<3>| {
         let own = x.grad(&gradients).expect("tracked");
         read(bonfire::tensor::operation::all_reduce(own, bonfire::ReduceOp::Sum, group).unwrap())
     };
-    let split = |x: &Tensor<Training, 3>| read(x.grad(&gradients).expect("tracked"));
+    let split = |x: &Tensor<3>| read(x.grad(&gradients).expect("tracked"));
     [replicated(&input), split(&columns), split(&rows), replicated(&bias)]
 }
 
 #[test]
 fn tensor_parallel_layers_have_one_ranks_gradients_if_the_loss_is_divided_and_replicated_ones_are_summed() {
-    let one = run_ranks(TransportKind::Threads, 1, |group| tensor_parallel(&group)).remove(0);
+    let one = run_ranks(Kind::Threads, 1, |group| tensor_parallel(&group)).remove(0);
     for n in [2, 3] {
-        let many = run_ranks(TransportKind::Threads, n, |group| tensor_parallel(&group));
+        let many = run_ranks(Kind::Threads, n, |group| tensor_parallel(&group));
         let close = |ours: &[f64], theirs: &[f64]| {
             assert_eq!(ours.len(), theirs.len());
             assert!(ours.iter().zip(theirs).all(|(a, b)| (a - b).abs() < 1e-12), "{n} ranks: {ours:?} {theirs:?}");
@@ -237,4 +239,59 @@ fn tensor_parallel_layers_have_one_ranks_gradients_if_the_loss_is_divided_and_re
         close(&columns.copied().collect::<Vec<_>>(), &one[1]);
         close(&many.iter().flat_map(|rank| rank[2].clone()).collect::<Vec<_>>(), &one[2]);
     }
+}
+
+/// Checks the gradients of three ranks in each element type. The loss of rank `r` is `(r + 1) * sum(s^2)` with the
+/// ranks' sum `s`, so the gradient is `2 * s * (1 + 2 + 3)`.
+pub fn each_element_type_on(device: fn() -> Device) {
+    for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+        let gradients = run_ranks(Kind::Threads, 3, move |group| {
+            let x = Tensor::<1>::from_data([group.rank() as f32, 1.0], (&device(), dtype)).require_grad();
+            let sum = all_reduce_sum(x.clone(), &group).unwrap();
+            assert_eq!(sum.dtype(), dtype);
+            let gradients = sum.powi_scalar(2).mul_scalar((group.rank() + 1) as f64).sum().backward();
+            let gradient = x.grad(&gradients).expect("tracked");
+            assert_eq!(gradient.dtype(), dtype);
+            burn_version::values(gradient)
+        });
+        assert_eq!(gradients, vec![vec![36.0, 36.0]; 3]);
+    }
+}
+
+#[test]
+fn each_element_type_gets_the_gradient_of_all_losses() {
+    each_element_type_on(device);
+}
+
+#[test]
+fn sixteen_bit_tensors_keep_their_type_and_are_added_in_f32() {
+    for dtype in [DType::F16, DType::BF16] {
+        let sums = run_ranks(Kind::Threads, 3, move |group| {
+            let values = [[256f32, 2048.0], [1.0; 2], [1.0; 2]][group.rank()];
+            let sum = all_reduce_sum(Tensor::<1>::from_data(values, (&device(), dtype)), &group).unwrap();
+            assert_eq!(sum.dtype(), dtype);
+            burn_version::values(sum)
+        });
+        // Rounded after each addition, bf16 would stay at 256 and f16 at 2048.
+        assert_eq!(sums[0], if dtype == DType::F16 { [258.0, 2050.0] } else { [258.0, 2048.0] });
+    }
+}
+
+#[test]
+fn a_collective_that_fails_in_a_backward_pass_is_the_error_of_attempt() {
+    let outcomes = run_ranks(Kind::Threads, 2, |group| {
+        let own = tensor(&values(0, [1, 1, 2]), [1, 1, 2]);
+        if group.rank() == 1 {
+            // Not tracked: a graph of burn 0.21 would keep the group.
+            all_reduce_sum(own, &group).unwrap();
+            return None;
+        }
+        let sum = all_reduce_sum(own.require_grad(), &group).unwrap();
+        let outcome = attempt(|| sum.sum().backward());
+        // burn's locks are free: another backward pass runs.
+        let other = tensor(&[1.0, 2.0], [1, 1, 2]).require_grad();
+        assert!(other.grad(&other.clone().sum().backward()).is_some());
+        Some(outcome.err())
+    });
+    assert!(matches!(&outcomes[0], Some(Some(Error::Left { rank: 1, .. }))), "{outcomes:?}");
 }

@@ -1,30 +1,32 @@
 //! The contract of vLLM's device communicator: each test's name is a promise.
 
-use std::ops::Range;
-
-use bonfire::{DeviceCommunicator, Error, Group, partition};
+use bonfire::{Error, Group};
 use bonfire_testing::{Kind, run_ranks};
-use burn::nn::LinearConfig;
-use burn::tensor::{Bool, DType, Device, Float, Int, Tensor, TensorData};
+use burn::module::{Param, ParamId};
+use burn::tensor::{Bool, Float, Int, TensorData};
+
+use super::checks::every_kind_of_element;
+use crate::burn_version::{Inner, inner_device};
+use crate::tensor_version::DeviceCommunicator;
 
 /// Runs `f` on each of `n` ranks.
 fn on<T: Send + 'static>(n: usize, f: impl Fn(DeviceCommunicator, Group) -> T + Clone + Send + 'static) -> Vec<T> {
     run_ranks(Kind::Threads, n, move |group| f(communicator(&group), group))
 }
 
-fn communicator(group: &Group) -> DeviceCommunicator {
-    DeviceCommunicator::new(group.clone(), Device::flex(), None, "ep").unwrap()
+pub fn communicator(group: &Group) -> DeviceCommunicator {
+    DeviceCommunicator::new(group.clone(), inner_device(), None, "ep").unwrap()
 }
 
 /// A tensor of this shape that counts up from `start`.
-fn count<const D: usize>(start: usize, shape: [usize; D]) -> Tensor<D> {
+fn count<const D: usize>(start: usize, shape: [usize; D]) -> Inner<D> {
     let start = start as i64;
     let end = start + shape.iter().product::<usize>() as i64;
-    Tensor::<1, Int>::arange(start..end, &Device::flex()).float().reshape(shape)
+    Inner::<1, Int>::arange(start..end, &inner_device()).float().reshape(shape)
 }
 
 #[track_caller]
-fn same<const D: usize>(ours: Result<Tensor<D>, Error>, expected: Tensor<D>) {
+fn same<const D: usize>(ours: Result<Inner<D>, Error>, expected: Inner<D>) {
     assert_eq!(ours.unwrap().into_data(), expected.into_data());
 }
 
@@ -33,9 +35,9 @@ fn all_gather_defaults_to_the_last_dimension() {
     on(3, |communicator, group| {
         let parts = |rank: usize| count(10 * rank, [2, 3, 1]);
         let all = (0..3).map(parts).collect::<Vec<_>>();
-        same(communicator.all_gather(parts(group.rank()), None), Tensor::cat(all.clone(), 2));
-        same(communicator.all_gather(parts(group.rank()), Some(-2)), Tensor::cat(all.clone(), 1));
-        same(communicator.all_gather(parts(group.rank()), Some(0)), Tensor::cat(all, 0));
+        same(communicator.all_gather(parts(group.rank()), None), Inner::cat(all.clone(), 2));
+        same(communicator.all_gather(parts(group.rank()), Some(-2)), Inner::cat(all.clone(), 1));
+        same(communicator.all_gather(parts(group.rank()), Some(0)), Inner::cat(all, 0));
     });
 }
 
@@ -44,10 +46,10 @@ fn all_gather_v_defaults_to_the_first_dimension_and_takes_or_exchanges_sizes() {
     on(3, |communicator, group| {
         let sizes = [2, 0, 1];
         let part = |rank: usize| count(10 * rank, [sizes[rank], 2]);
-        let all = Tensor::cat(vec![part(0), part(2)], 0);
+        let all = Inner::cat(vec![part(0), part(2)], 0);
         same(communicator.all_gather_v(part(group.rank()), None, Some(&sizes)), all.clone());
         same(communicator.all_gather_v(part(group.rank()), None, None), all);
-        let columns = Tensor::cat((0..3).map(|rank| count(rank, [2, rank + 1])).collect(), 1);
+        let columns = Inner::cat((0..3).map(|rank| count(rank, [2, rank + 1])).collect(), 1);
         same(communicator.all_gather_v(count(group.rank(), [2, group.rank() + 1]), Some(1), Some(&[1, 2, 3])), columns);
     });
 }
@@ -56,13 +58,13 @@ fn all_gather_v_defaults_to_the_first_dimension_and_takes_or_exchanges_sizes() {
 fn all_gather_v_of_a_list_is_one_operation() {
     let records = on(2, |communicator, group| {
         let rows = 2 - group.rank();
-        let none = |rows: usize| Tensor::from_data(TensorData::new(Vec::<f32>::new(), [rows, 0]), &Device::flex());
+        let none = |rows: usize| Inner::from_data(TensorData::new(Vec::<f32>::new(), [rows, 0]), &inner_device());
         let tensors = |rows| vec![count(rows, [rows, 2]), count(7 * rows, [rows, 3]), none(rows)];
         let before = group.trace().operations.len();
         let all = communicator.all_gather_v_list(tensors(rows), None, Some(&[2, 1])).unwrap();
         let operations = group.trace().operations.len() - before;
         for ((ours, first), second) in all.into_iter().zip(tensors(2)).zip(tensors(1)).take(2) {
-            assert_eq!(ours.into_data(), Tensor::cat(vec![first, second], 0).into_data());
+            assert_eq!(ours.into_data(), Inner::cat(vec![first, second], 0).into_data());
         }
         operations
     });
@@ -99,7 +101,7 @@ fn reduce_scatter_splits_the_last_dimension_of_three_and_more() {
 fn gather_returns_none_except_on_the_root() {
     on(3, |communicator, group| {
         let part = |rank: usize| count(10 * rank, [2, 2]);
-        let all = Tensor::cat((0..3).map(part).collect(), 1);
+        let all = Inner::cat((0..3).map(part).collect(), 1);
         match communicator.gather(part(group.rank()), None, None).unwrap() {
             Some(whole) => assert_eq!((whole.into_data(), group.rank()), (all.clone().into_data(), 0)),
             None => assert_ne!(group.rank(), 0),
@@ -141,7 +143,7 @@ fn metadata_and_tensors_travel_on_their_groups() {
         std::thread::spawn(move || {
             let own = count(0, [tensors.rank() + 1, 1]);
             let communicator =
-                DeviceCommunicator::new(metadata.clone(), Device::flex(), Some(tensors.clone()), "tp").unwrap();
+                DeviceCommunicator::new(metadata.clone(), inner_device(), Some(tensors.clone()), "tp").unwrap();
             communicator.all_gather_v(own, None, None).unwrap();
             [metadata, tensors].map(|group| group.trace().operations.iter().map(|r| r.call.dtype).collect::<Vec<_>>())
         })
@@ -151,7 +153,7 @@ fn metadata_and_tensors_travel_on_their_groups() {
     }
     let [one, two] = [1, 2].map(|n| Group::threads(n).unwrap().remove(0));
     assert!(matches!(
-        DeviceCommunicator::new(one, Device::flex(), Some(two), "tp"),
+        DeviceCommunicator::new(one, inner_device(), Some(two), "tp"),
         Err(Error::InvalidArgument { .. })
     ));
 }
@@ -163,13 +165,13 @@ fn dispatch_and_combine_keep_extra_tensors_and_token_counts() {
         let own = group.rank();
         let hidden = |rank: usize| count(10 * rank, [rows(rank), 4]);
         let logits = |rank: usize| count(100 * rank, [rows(rank), 2]);
-        let extra = |rank: usize| Tensor::<2, Int>::full([rows(rank), 1], rank as i32, &Device::flex());
+        let extra = |rank: usize| Inner::<2, Int>::full([rows(rank), 1], rank as i32, &inner_device());
         for sequence_parallel in [false, true] {
             let (all, scores, extras) =
                 communicator.dispatch(hidden(own), logits(own), sequence_parallel, vec![extra(own)]).unwrap();
-            assert_eq!(all.to_data(), Tensor::cat(vec![hidden(0), hidden(2)], 0).into_data());
-            assert_eq!(scores.into_data(), Tensor::cat(vec![logits(0), logits(2)], 0).into_data());
-            assert_eq!(extras[0].to_data(), Tensor::cat(vec![extra(0), extra(2)], 0).into_data());
+            assert_eq!(all.to_data(), Inner::cat(vec![hidden(0), hidden(2)], 0).into_data());
+            assert_eq!(scores.into_data(), Inner::cat(vec![logits(0), logits(2)], 0).into_data());
+            assert_eq!(extras[0].to_data(), Inner::cat(vec![extra(0), extra(2)], 0).into_data());
             let combined = communicator.combine(all * (own as f32 + 1.0), sequence_parallel).unwrap();
             assert_eq!(combined.dims(), [rows(own), 4]);
             if rows(own) > 0 {
@@ -223,18 +225,7 @@ fn dispatch_and_combine_are_the_identity_in_a_group_of_one() {
 
 #[test]
 fn every_kind_and_width_of_element_is_supported() {
-    on(2, |communicator, group| {
-        let device = Device::flex();
-        let own = Tensor::<1, Int>::from_data([1 + group.rank() as i32, 5], &device);
-        let all = communicator.all_gather(own.clone(), None).unwrap();
-        assert_eq!(all.into_data().iter::<i64>().collect::<Vec<_>>(), [1, 5, 2, 5]);
-        let sum = communicator.all_reduce(own.clone()).unwrap();
-        assert_eq!(sum.into_data().iter::<i64>().collect::<Vec<_>>(), [3, 10]);
-        let flags = communicator.all_gather(own.equal_elem(2), Some(0)).unwrap();
-        assert_eq!(flags.into_data().iter::<bool>().collect::<Vec<_>>(), [false, false, true, false]);
-        let float = Tensor::<1>::ones([2], (&device, DType::F64));
-        assert_eq!(communicator.reduce_scatter(float, None).unwrap().into_data(), TensorData::from([2f64]));
-    });
+    run_ranks(Kind::Threads, 2, |group| every_kind_of_element(&group));
 }
 
 #[test]
@@ -259,8 +250,7 @@ fn destroy_makes_every_later_call_an_error() {
             communicator.route(own().int(), 2, true).unwrap_err(),
             communicator.set_data_parallel_group(group.clone()).unwrap_err(),
         ];
-        let model = LinearConfig::new(2, 1).init(&Device::flex());
-        errors.push(communicator.prepare_communication_buffer_for_model(model).unwrap_err());
+        errors.push(communicator.prepare_communication_buffer_for_model(model(4)).unwrap_err());
         for error in errors {
             assert!(error.to_string().contains("communicator `ep`: it was destroyed"), "{error}");
         }
@@ -269,86 +259,31 @@ fn destroy_makes_every_later_call_an_error() {
     });
 }
 
-#[test]
-fn tokens_go_to_several_experts_and_results_return_in_token_order() {
-    run_ranks(Kind::Threads, 3, |group| {
-        let (communicator, rank) = (communicator(&group), group.rank());
-        // Two experts on rank 0, one on each other rank. No token selects rank 1's.
-        let experts = Tensor::<2, Int>::from_data([[3, 0], [0, 1], [1, 3]], &Device::flex());
-        let routing = communicator.route(experts, 4, false).unwrap();
-        assert_eq!(routing.rows(), [&[6usize, 6][..], &[0], &[6]][rank]);
-        let tokens = Tensor::<2>::from_data([[0f32], [1.0], [2.0]], &Device::flex()) + 10.0 * rank as f32;
-        let arrived = routing.dispatch(tokens).unwrap();
-        // In the order of experts, and of ranks for each.
-        let expected: &[f32] = match rank {
-            0 => &[0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 1.0, 2.0, 11.0, 12.0, 21.0, 22.0],
-            1 => &[],
-            _ => &[0.0, 2.0, 10.0, 12.0, 20.0, 22.0],
-        };
-        assert_eq!(arrived.to_data().iter::<f32>().collect::<Vec<_>>(), expected);
-        // Each rank's experts add 100 times its number.
-        let back = routing.combine(arrived + 100.0 * rank as f32).unwrap() - 10.0 * rank as f32;
-        assert_eq!(back.into_data().iter::<f32>().collect::<Vec<_>>(), [200.0, 0.0, 1.0, 1.0, 2.0, 202.0]);
-        let wrong = communicator.route(Tensor::from_data([[4]], &Device::flex()), 4, false);
-        assert!(wrong.unwrap_err().to_string().contains("no expert 4"));
-        assert!(routing.dispatch(Tensor::<2>::ones([2, 1], &Device::flex())).is_err());
-    });
-}
-
-const WIDTH: usize = 4;
-const EXPERTS: usize = 4;
-
-/// Numbers between -1 and 1 that are always the same.
-fn matrix(seed: usize, shape: [usize; 2]) -> Tensor<2> {
-    let values = (0..shape[0] * shape[1]).map(|i| ((seed * 7919 + i * 104_729) as f64).sin()).collect();
-    Tensor::from_data(TensorData::new(values, shape), (&Device::flex().autodiff(), DType::F64))
-}
-
-fn list(tensor: Tensor<2>) -> Vec<f64> {
-    tensor.into_data().iter::<f64>().collect()
-}
-
-/// The outputs of a layer of experts for the tokens of some ranks, the gradients of these tokens, and those of this
-/// rank's experts. Each token goes to two experts, and the results are added. Rank 1 has no tokens, and no token
-/// selects the last expert.
-fn experts(group: &Group, ranks: Range<usize>) -> (Vec<f64>, Vec<f64>, Vec<Vec<f64>>) {
-    let communicator = DeviceCommunicator::new(group.clone(), Device::flex(), None, "ep").unwrap();
-    let tokens = |rank: usize| [3, 0, 5][rank];
-    let (all, before) = ((0..3).map(tokens).sum::<usize>(), (0..ranks.start).map(tokens).sum::<usize>());
-    let own = before..before + ranks.map(tokens).sum::<usize>();
-    let inputs = matrix(1, [all, WIDTH]).slice([own.clone(), 0..WIDTH]).detach().require_grad();
-    let choices = own.clone().flat_map(|token| [token % 3, (token + 1) % 3]).map(|expert| expert as i64).collect();
-    let choices = Tensor::from_data(TensorData::new(choices, [own.len(), 2]), &Device::flex());
-    let mine = partition(EXPERTS, group.world_size(), group.rank());
-    let weights: Vec<_> = mine.map(|expert| matrix(100 + expert, [WIDTH, WIDTH]).require_grad()).collect();
-
-    let routing = communicator.route(choices, EXPERTS, true).unwrap();
-    let arrived = routing.dispatch_tracked(inputs.clone()).unwrap();
-    let (mut results, mut row) = (Vec::new(), 0);
-    for (weights, rows) in weights.iter().zip(routing.rows()).filter(|(_, rows)| **rows > 0) {
-        results.push(arrived.clone().narrow(0, row, *rows).matmul(weights.clone()).tanh());
-        row += rows;
-    }
-    let results = if results.is_empty() { arrived } else { Tensor::cat(results, 0) };
-    let back = routing.combine_tracked(results).unwrap();
-    let outputs = if own.is_empty() { back } else { back.reshape([own.len(), 2, WIDTH]).sum_dim(1).squeeze_dim(1) };
-    let gradients = outputs.clone().powi_scalar(2).sum().backward();
-    let gradient = |of: &Tensor<2>| of.grad(&gradients).map(list).unwrap_or_default();
-    (list(outputs.inner()), gradient(&inputs), weights.iter().map(gradient).collect())
+/// Parameters that count up from 0.
+pub fn model(len: usize) -> (Param<Inner<1>>, Param<Inner<1, Int>>) {
+    let places = Inner::<1, Int>::arange(0..len as i64, &inner_device());
+    (Param::from_tensor(places.clone().float()), Param::initialized(ParamId::new(), places))
 }
 
 #[test]
-fn experts_on_three_ranks_equal_one_rank_forward_and_backward() {
-    let (outputs, of_inputs, of_weights) = run_ranks(Kind::Threads, 1, |group| experts(&group, 0..3)).remove(0);
-    let ranks = run_ranks(Kind::Threads, 3, |group| experts(&group, group.rank()..group.rank() + 1));
-    let close = |own: Vec<f64>, expected: &[f64]| {
-        assert_eq!(own.len(), expected.len());
-        assert!(own.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{own:?} is not {expected:?}");
-    };
-    assert!(ranks[1].0.is_empty() && of_weights[3].is_empty() && of_weights[2].iter().any(|gradient| *gradient != 0.0));
-    close(ranks.iter().flat_map(|rank| rank.0.clone()).collect(), &outputs);
-    close(ranks.iter().flat_map(|rank| rank.1.clone()).collect(), &of_inputs);
-    for (own, expected) in ranks.into_iter().flat_map(|rank| rank.2).zip(&of_weights) {
-        close(own, expected);
+fn prepared_buffers_give_the_same_results() {
+    const LEN: usize = 300_000;
+    for kind in [Kind::Threads, Kind::Shm] {
+        run_ranks(kind, 2, |group| {
+            let mut communicator = communicator(&group);
+            let model = communicator.prepare_communication_buffer_for_model(model(LEN)).unwrap();
+            let (weights, places) = (model.0.val(), model.1.val());
+            assert_eq!(weights.to_data(), count(0, [LEN]).into_data());
+            let sum = communicator.all_reduce(weights.clone()).unwrap();
+            assert_eq!(sum.to_data(), (count(0, [LEN]) * 2).into_data());
+            let again = communicator.all_reduce(sum.clone()).unwrap();
+            assert_eq!(again.into_data(), (count(0, [LEN]) * 4).into_data());
+            let all = communicator.all_gather(places.clone(), Some(0)).unwrap();
+            assert_eq!(all.dims(), [2 * LEN]);
+            // Existing tensors outlive the communicator and its groups.
+            communicator.destroy();
+            drop((communicator, group));
+            assert_eq!(sum.into_data(), (weights * 2).into_data());
+        });
     }
 }
