@@ -4,6 +4,7 @@
 //! longer than the operation itself. A training step allocates results of the same sizes as the previous step, which
 //! has dropped its own by then.
 
+use std::io;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 
@@ -60,7 +61,8 @@ enum Block {
 impl Block {
     fn ordinary(operation: &str, len: usize) -> Result<Block, Error> {
         let units = bytemuck::allocation::try_zeroed_vec(len.div_ceil(size_of::<u128>()));
-        units.map(Block::Ordinary).map_err(|()| Error::broken(operation, format!("there is no memory for {len} bytes")))
+        let no_memory = || io::Error::new(io::ErrorKind::OutOfMemory, format!("there is no memory for {len} bytes"));
+        units.map(Block::Ordinary).map_err(|()| Error::io(operation, no_memory()))
     }
 
     fn bytes(&self) -> &[u8] {

@@ -207,8 +207,12 @@ impl Core {
     /// Adds this rank to an error that occurred here and that other ranks will see without its source.
     fn located(&self, error: Error) -> Error {
         match error {
-            Error::Io { operation, reason, source: Some(source) } => {
-                let operation = format!("{operation} on rank {}", self.rank());
+            Error::Io { mut operation, reason, source: Some(source) } => {
+                // Once, also if it fails several groups.
+                let place = format!(" on rank {}", self.rank());
+                if !operation.ends_with(&place) {
+                    operation.push_str(&place);
+                }
                 Error::Io { operation, reason, source: Some(source) }
             }
             error => error,
