@@ -9,6 +9,8 @@ mod digits;
 
 #[path = "../common/burn_version.rs"]
 mod burn_version;
+#[path = "../common/checkpoint_version.rs"]
+mod checkpoint_version;
 #[path = "../common/model_data.rs"]
 mod model_data;
 #[path = "../shared/mod.rs"]
@@ -21,10 +23,8 @@ mod fully_sharded;
 mod gradients;
 mod mismatch;
 mod randomness;
-mod sharded;
 mod step;
 mod tensors;
-mod training_state;
 
 use bonfire_testing::allocation::Counting;
 
