@@ -16,7 +16,6 @@ mod model_data;
 #[path = "../shared/mod.rs"]
 mod shared;
 
-mod chaos;
 mod checkpoints;
 mod communicator;
 mod fully_sharded;

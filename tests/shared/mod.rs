@@ -1,6 +1,7 @@
 //! Tests of the packages for burn 0.21 and 0.22, over the `burn_version` and the `checkpoint_version` of
 //! each.
 
+mod chaos;
 pub mod checkpoint_versions;
 pub mod checkpoints;
 mod compression;

@@ -9,7 +9,7 @@ use burn::tensor::{Bool, DType, Int, TensorData};
 
 use crate::burn_version::*;
 use crate::checkpoint_version::{ScheduledTraining, all_values, last_rate};
-use crate::model_data::{gradient_data, register};
+use crate::model_data::with_few_bits;
 
 pub type State = ScheduledTraining<Net, (u64, Vec<f64>)>;
 
@@ -82,15 +82,7 @@ fn gradients(state: &State) -> GradientsParams {
     let row = [1.0, (state.batch % 3) as f32, -2.0];
     let input = Tensor::<2>::from_data(TensorData::new(row.to_vec(), [1, 3]), &device());
     let loss = state.model.forward(input).powi_scalar(2).mean();
-    let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-    let mut rounded = GradientsParams::new();
-    for (parameter, grad) in floats(&state.model).into_iter().zip(gradient_data(&state.model, &grads)) {
-        let Some(grad) = grad else { continue };
-        let values = grad.iter::<f64>().map(|value| (value.clamp(-16.0, 16.0) * 65536.0).round() / 65536.0);
-        let values = TensorData::new(values.collect::<Vec<_>>(), grad.shape().clone());
-        register(&mut rounded, parameter.id, values.convert_dtype(grad.dtype()));
-    }
-    rounded
+    with_few_bits(&state.model, &GradientsParams::from_grads(loss.backward(), &state.model))
 }
 
 fn apply(state: &mut State, grads: GradientsParams) {
