@@ -40,6 +40,23 @@ pub fn register(gradients: &mut GradientsParams, id: ParamId, data: TensorData) 
     }
 }
 
+/// Returns the gradients of a model's float parameters with other elements.
+pub fn map_gradients<M: Model>(model: &M, gradients: &GradientsParams, f: impl Fn(f64) -> f64) -> GradientsParams {
+    let mut mapped = GradientsParams::new();
+    for (parameter, own) in floats(model).iter().zip(gradient_data(model, gradients)) {
+        let Some(own) = own else { continue };
+        let values: Vec<f64> = own.iter::<f64>().map(&f).collect();
+        register(&mut mapped, parameter.id, TensorData::new(values, own.shape().clone()).convert_dtype(own.dtype()));
+    }
+    mapped
+}
+
+/// Rounds gradients to multiples of 2^-16 and limits them to 16: so their sum over a few ranks is exact in f32, and
+/// does not depend on the order of ranks.
+pub fn with_few_bits<M: Model>(model: &M, gradients: &GradientsParams) -> GradientsParams {
+    map_gradients(model, gradients, |value| (value.clamp(-16.0, 16.0) * 65536.0).round() / 65536.0)
+}
+
 /// Adds gradients times a factor to others.
 pub fn add<M: Model>(model: &M, gradients: &GradientsParams, sum: &mut GradientsParams, factor: f64) {
     let sums = gradient_data(model, sum);

@@ -1,6 +1,5 @@
 //! Full sharding on burn 0.21 alone: what `tests/shared/fully_sharded.rs` cannot have.
 
-mod checkpoints;
 mod errors;
 mod freed;
 mod frozen;

@@ -9,6 +9,8 @@ mod digits;
 
 #[path = "../common/burn_version.rs"]
 mod burn_version;
+#[path = "../common/checkpoint_version.rs"]
+mod checkpoint_version;
 #[path = "../common/model_data.rs"]
 mod model_data;
 #[path = "../shared/mod.rs"]
@@ -18,16 +20,13 @@ mod tensor_version;
 #[path = "../shared/tensors/mod.rs"]
 mod tensors;
 
-mod chaos;
 mod checkpoints;
 mod communicator;
 mod fully_sharded;
 mod mismatch;
 mod ndarray;
 mod randomness;
-mod sharded;
 mod step;
-mod training_state;
 
 use bonfire_testing::allocation::Counting;
 

@@ -1,5 +1,6 @@
 //! Full sharding: the results of replicas, in a part of the memory.
 
+pub mod checkpoints;
 pub mod errors;
 pub mod frozen;
 mod memory;

@@ -1,6 +1,9 @@
-//! Tests of the packages for burn 0.21 and 0.22, over the `burn_version` of each.
+//! Tests of the packages for burn 0.21 and 0.22, over the `burn_version` and the `checkpoint_version` of
+//! each.
 
+mod chaos;
 pub mod checkpoint_versions;
+pub mod checkpoints;
 mod compression;
 mod data_parallel;
 pub mod fully_sharded;
@@ -10,6 +13,7 @@ mod races;
 pub mod sharded;
 pub mod step;
 mod sync_batch_norm;
+mod training_state;
 mod verify;
 
 use burn::tensor::DType;

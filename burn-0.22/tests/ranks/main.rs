@@ -5,11 +5,14 @@ mod digits;
 
 #[path = "../common/burn_version.rs"]
 mod burn_version;
+#[path = "../common/checkpoint_version.rs"]
+mod checkpoint_version;
 #[path = "../../../tests/common/model_data.rs"]
 mod model_data;
 #[path = "../../../tests/shared/mod.rs"]
 mod shared;
 
+mod checkpoints;
 mod devices;
 mod embedding;
 mod optimizers;

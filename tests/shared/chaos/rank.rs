@@ -5,15 +5,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 use std::{hint, thread};
 
-use bonfire::{Builder, Checkpoints, DataParallel, Error, Group, ShardedOptimizer, Sharding};
+use bonfire::{Builder, Checkpoints, Error, Group, Sharding};
 use bonfire_testing::process::send_line;
 use bonfire_testing::resources::Resources;
-use burn::lr_scheduler::LrScheduler;
-use burn::optim::Adam;
 use rustix::process::{Signal, getpid, kill_process};
 use serde::{Deserialize, Serialize};
 
-use super::model::{self, B, Net, STEPS, State};
+use super::model::{self, Net, STEPS, State};
+use crate::burn_version::*;
 
 /// The environment variable with a rank's orders.
 pub const ORDERS: &str = "TRAINING_ORDERS";
@@ -152,8 +151,8 @@ struct Log {
 /// A training on this rank.
 struct Training {
     state: State,
-    ddp: DataParallel<B>,
-    sharded: Option<ShardedOptimizer<Adam, Net<B>, B>>,
+    ddp: DataParallel,
+    sharded: Option<ShardedAdam<Net>>,
     /// Since ranks were lost last: whether it has resumed from a checkpoint, if it was at the start, and whether this
     /// epoch's checkpoint was written. What comes next follows from the state, because that is the same on all ranks;
     /// some of them may have been further in the program.

@@ -2,20 +2,19 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use bonfire::{Error, Group, ShardedSampler, TrainingState};
-use burn::backend::{Autodiff, Flex};
-use burn::lr_scheduler::exponential::{ExponentialLrScheduler, ExponentialLrSchedulerConfig};
-use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId, RunningState};
-use burn::nn::Linear;
-use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{Adam, AdamConfig, GradientsParams};
+use bonfire::{Error, Group, ShardedSampler};
+use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
+use burn::module::{Param, RunningState};
+use burn::optim::{AdamConfig, GradientsParams};
+use burn::tensor::TensorData;
 use burn::tensor::activation::relu;
-use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
 
-pub type B = Autodiff<Flex>;
+use crate::burn_version::*;
+use crate::checkpoint_version::ScheduledTraining;
+use crate::model_data::{add, map_gradients, with_few_bits};
+
 /// The user's state: the world size of each step.
-pub type State = TrainingState<B, Net<B>, OptimizerAdaptor<Adam, Net<B>, B>, ExponentialLrScheduler, Vec<u64>>;
+pub type State = ScheduledTraining<Net, Vec<u64>>;
 
 /// Samples of an epoch, and of a batch: up to 5 ranks, all shards of a batch have the same size.
 const SAMPLES: usize = 180;
@@ -24,18 +23,19 @@ const BATCH: usize = 60;
 pub const STEPS: usize = SAMPLES / BATCH;
 const INPUTS: usize = 8;
 
-/// Two layers, and a state that differs between ranks.
-#[derive(Module, Debug)]
-pub struct Net<B: Backend> {
-    first: Linear<B>,
-    second: Linear<B>,
-    state: RunningState<Tensor<B, 1>>,
+models! {
+    /// Two layers, and a state that differs between ranks.
+    pub struct Net {
+        first: Linear,
+        second: Linear,
+        state: RunningState<Tensor<1>>,
+    }
 }
 
-impl<B: Backend> Net<B> {
+impl Net {
     /// With more than 8,191 hidden units, the first weights are a bucket of their own.
     fn new(hidden: usize) -> Self {
-        let device = Default::default();
+        let device = device();
         let param = |shape: [usize; 2], scale: f32| {
             let values = (0..shape[0] * shape[1]).map(|i| scale * ((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
             Param::from_data(TensorData::new::<f32, _>(values, shape), &device)
@@ -48,22 +48,22 @@ impl<B: Backend> Net<B> {
         }
     }
 
-    fn forward(&self, input: Tensor<B, 2>) -> Tensor<B, 2> {
+    fn forward(&self, input: Tensor<2>) -> Tensor<2> {
         self.second.forward(relu(self.first.forward(input)))
     }
 }
 
 /// The state at the start of a training.
-pub fn start(model: Net<B>) -> State {
+pub fn start(model: Net) -> State {
     let schedule = ExponentialLrSchedulerConfig::new(0.02, 0.99).init().expect("a valid schedule");
-    TrainingState::new(model, adam(), schedule, Default::default())
+    State::new(model, adam(), schedule, Vec::new())
 }
 
-pub fn model(hidden: usize) -> Net<B> {
+pub fn model(hidden: usize) -> Net {
     Net::new(hidden)
 }
 
-pub fn adam() -> OptimizerAdaptor<Adam, Net<B>, B> {
+pub fn adam() -> AdamOf<Net> {
     AdamConfig::new().init()
 }
 
@@ -74,17 +74,15 @@ pub fn shard(group: &Group, state: &State) -> Result<Option<Vec<usize>>, Error> 
 
 /// The mean gradients over these samples, rounded to multiples of 2^-16 and limited to 16: so the sum over ranks is
 /// exact, and does not depend on their order.
-pub fn gradients(model: &Net<B>, samples: &[usize]) -> GradientsParams {
-    let device = Default::default();
+pub fn gradients(model: &Net, samples: &[usize]) -> GradientsParams {
+    let device = device();
     let rows: Vec<f32> =
         samples.iter().flat_map(|i| (0..INPUTS).map(move |j| ((i * 7 + j * 13 + i * j) % 11) as f32 / 4.0)).collect();
     let targets: Vec<f32> = samples.iter().map(|i| (i * i % 9) as f32 / 4.0).collect();
-    let input = Tensor::<B, 2>::from_data(TensorData::new(rows, [samples.len(), INPUTS]), &device);
-    let target = Tensor::<B, 2>::from_data(TensorData::new(targets, [samples.len(), 1]), &device);
+    let input = Tensor::<2>::from_data(TensorData::new(rows, [samples.len(), INPUTS]), &device);
+    let target = Tensor::<2>::from_data(TensorData::new(targets, [samples.len(), 1]), &device);
     let loss = (model.forward(input) - target).powi_scalar(2).mean();
-    let mut grads = GradientsParams::from_grads(loss.backward(), model);
-    each(model, &mut grads, |_, grad| (grad.clamp(-16.0, 16.0) * 65536.0).round() / 65536.0);
-    grads
+    with_few_bits(model, &GradientsParams::from_grads(loss.backward(), model))
 }
 
 /// What a rank's state is after a step.
@@ -96,7 +94,7 @@ fn own_state(step: usize, rank: usize) -> f32 {
 pub fn note(state: &mut State, group: &Group) {
     let step = state.user.len();
     state.user.push(group.world_size() as u64);
-    state.model.state.update(Tensor::full([1], own_state(step, group.rank()), &Default::default()));
+    state.model.state.update(Tensor::full([1], own_state(step, group.rank()), &device()));
 }
 
 /// The digest of the trained parameters, and the value of the state.
@@ -105,11 +103,11 @@ pub fn contents(state: &State) -> (u64, f32) {
     let net = state.model.valid();
     let mut hasher = DefaultHasher::new();
     for layer in [net.first, net.second] {
-        layer.weight.val().into_data().bytes.hash(&mut hasher);
+        layer.weight.val().into_data().as_bytes().hash(&mut hasher);
         let bias = layer.bias.expect("both layers have one");
-        bias.val().into_data().bytes.hash(&mut hasher);
+        bias.val().into_data().as_bytes().hash(&mut hasher);
     }
-    (hasher.finish(), net.state.value_sync().into_scalar())
+    (hasher.finish(), values(net.state.value_sync())[0] as f32)
 }
 
 /// Returns the digest of the trained parameters after steps with these world sizes, and the values that the ranks'
@@ -118,20 +116,12 @@ pub fn replay(hidden: usize, history: &[u64]) -> Result<(u64, Vec<f32>), Error> 
     let mut state = start(model(hidden));
     for &world_size in history {
         let groups = Group::threads(world_size as usize)?;
-        let mut sum: Option<GradientsParams> = None;
+        let mut sum = GradientsParams::new();
         for group in &groups {
             let shard = shard(group, &state)?.expect("an epoch has this step");
-            let mut own = gradients(&state.model, &shard);
-            if let Some(mut sum) = sum.take() {
-                each(&state.model, &mut own, |id, grad| match sum.remove::<Flex, 1>(id) {
-                    Some(sum) => grad + sum.reshape([-1]),
-                    None => grad,
-                });
-            }
-            sum = Some(own);
+            add(&state.model, &gradients(&state.model, &shard), &mut sum, 1.0);
         }
-        let mut mean = sum.expect("there is at least one rank");
-        each(&state.model, &mut mean, |_, sum| sum / world_size as f32);
+        let mean = map_gradients(&state.model, &sum, |sum| sum / world_size as f64);
         state.step(mean);
         if state.batch == STEPS {
             state.next_epoch();
@@ -141,17 +131,4 @@ pub fn replay(hidden: usize, history: &[u64]) -> Result<(u64, Vec<f32>), Error> 
     let values: Vec<f32> = (0..ranks).map(|rank| own_state(last, rank)).collect();
     let mean = values.iter().sum::<f32>() / ranks as f32;
     Ok((contents(&state).0, [values, vec![mean]].concat()))
-}
-
-/// Replaces each gradient, which `f` gets as a flat tensor.
-fn each(model: &Net<B>, grads: &mut GradientsParams, f: impl FnMut(ParamId, Tensor<Flex, 1>) -> Tensor<Flex, 1>) {
-    struct Each<'a, F>(&'a mut GradientsParams, F);
-    impl<F: FnMut(ParamId, Tensor<Flex, 1>) -> Tensor<Flex, 1>> ModuleVisitor<B> for Each<'_, F> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            let Some(grad) = self.0.remove::<Flex, D>(param.id) else { return };
-            let (shape, grad) = (grad.shape(), grad.reshape([-1]));
-            self.0.register::<Flex, D>(param.id, (self.1)(param.id, grad).reshape(shape));
-        }
-    }
-    model.visit(&mut Each(grads, f));
 }

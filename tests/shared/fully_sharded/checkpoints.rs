@@ -8,38 +8,31 @@ use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
-use bonfire::{
-    Checkpoints, DataParallel, DeviceMesh, Error, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer,
-    Sharding, TrainingState,
-};
+use bonfire::{Checkpoints, DeviceMesh, Error, Group, ShardedBlock, Sharding};
 use bonfire_testing::ranks;
-use burn::backend::Flex;
-use burn::module::{AutodiffModule, Module, Param, RunningState};
-use burn::nn::{Linear, LinearConfig, LinearLayout};
-use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{
-    Adam, AdamConfig, GradientsParams, MultiGradientsParams, Optimizer, Sgd, SgdConfig, SimpleOptimizer,
-};
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::module::{Param, RunningState};
+use burn::nn::{LinearConfig, LinearLayout};
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
+use burn::tensor::{DType, TensorData};
 
-use crate::burn_version::Training;
-use crate::checkpoints::state;
-use crate::shared::fully_sharded::models::{Form, Language, initial, values};
-use crate::shared::fully_sharded::{close, samples};
+use super::models::{Form, Language, initial, values};
+use super::{close, samples};
+use crate::burn_version::*;
+use crate::checkpoint_version::*;
 
-/// Rows that no number of ranks divides, a mapped weight, a frozen one, and a running state.
-#[derive(Module, Debug)]
-struct Net<B: Backend> {
-    language: Language<B>,
-    mapped: ShardedBlock<Linear<B>>,
-    frozen: Param<Tensor<B, 2>>,
-    seen: RunningState<Tensor<B, 1>>,
+models! {
+    /// Rows that no number of ranks divides, a mapped weight, a frozen one, and a running state.
+    pub struct Net {
+        language: Language,
+        mapped: ShardedBlock<Linear>,
+        frozen: Param<Tensor<2>>,
+        seen: RunningState<Tensor<1>>,
+    }
 }
 
-impl Net<Training> {
-    fn new(outputs: usize, dtype: DType) -> Self {
-        let device = Default::default();
+impl Net {
+    pub fn new(outputs: usize, dtype: DType) -> Self {
+        let device = device();
         let mut mapped = LinearConfig::new(3, outputs).with_layout(LinearLayout::Col).init(&device);
         // What the mapping has made of the initial weight is no leaf.
         let weight = Tensor::ones([3, outputs], &device).require_grad();
@@ -53,7 +46,7 @@ impl Net<Training> {
         initial(model, dtype)
     }
 
-    fn loss(&self, samples: Range<usize>) -> Tensor<Training, 1> {
+    fn loss(&self, samples: Range<usize>) -> Tensor<1> {
         let rows = samples.clone().map(|i| values([1, 5], i, self.frozen.val().dtype())).collect();
         let x = Tensor::cat(rows, 0).matmul(self.frozen.val());
         let x = self.mapped.run(|linear| linear.forward(x));
@@ -61,18 +54,15 @@ impl Net<Training> {
     }
 }
 
-type Adaptor<O> = OptimizerAdaptor<O, Net<Training>, Training>;
-type State<O> = TrainingState<Training, Net<Training>, Adaptor<O>, f64, u64>;
-
 /// What trains a model.
-enum Parallel<O: SimpleOptimizer<Flex> + 'static> {
-    Replicas(DataParallel<Training>, Option<Box<ShardedOptimizer<O, Net<Training>, Training>>>),
-    Parts(FullyShardedParallel<Training>),
+enum Parallel<O: Kind> {
+    Replicas(DataParallel, Option<Box<ShardedOf<O, Net>>>),
+    Parts(FullyShardedParallel),
 }
 
 /// A training, and which samples a rank has in a step.
-struct Run<O: SimpleOptimizer<Flex> + 'static> {
-    state: State<O>,
+pub struct Run<O: Kind> {
+    state: TrainingOf<O, Net, u64>,
     parallel: Parallel<O>,
     samples: fn(&Group, usize) -> (Range<usize>, usize),
     /// Called before the forward pass of a fully sharded step with 0, and before its backward pass with 1.
@@ -92,8 +82,8 @@ fn of_all_ranks(group: &Group, step: usize) -> (Range<usize>, usize) {
     (samples(group.rank(), group.world_size(), step), 1)
 }
 
-impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
-    fn new(group: Group, form: Form, model: Net<Training>, optimizer: &dyn Fn() -> Adaptor<O>) -> Self {
+impl<O: Kind> Run<O> {
+    pub fn new(group: Group, form: Form, model: Net, optimizer: &dyn Fn() -> OptimizerOf<O, Net>) -> Self {
         let (model, parallel) = match form {
             Form::Replicas | Form::Optimizer => {
                 let (model, ddp) = DataParallel::new(group, model).unwrap();
@@ -112,7 +102,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
             }
         };
         Run {
-            state: TrainingState::new(model, optimizer(), 0.01, 7),
+            state: TrainingOf::<O, Net, u64>::new(model, optimizer(), 0.01, 7),
             parallel,
             samples: of_one_rank,
             within: Box::new(|_| ()),
@@ -134,7 +124,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
     fn try_step(&mut self) -> Result<f64, Error> {
         let step = self.state.batch;
         let (chosen, count) = (self.samples)(self.group(), step);
-        let number = |loss: &Tensor<Training, 1>| loss.clone().into_data().iter::<f64>().next().unwrap();
+        let number = |loss: &Tensor<1>| loss.clone().into_data().iter::<f64>().next().unwrap();
         let Run { state, parallel, .. } = self;
         let loss = match parallel {
             Parallel::Replicas(ddp, None) => {
@@ -162,11 +152,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
                 fsdp.mean(&[number], count)?
             }
         };
-        state.model.seen.update(Tensor::full(
-            [3],
-            step as f64,
-            (&Default::default(), state.model.seen.value().dtype()),
-        ));
+        state.model.seen.update(Tensor::full([3], step as f64, (&device(), state.model.seen.value().dtype())));
         state.user += 3;
         if step == 1 {
             state.average = Some(state.model.valid());
@@ -185,7 +171,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
         }
     }
 
-    fn load(&mut self, folder: &Path) -> Result<bool, Error> {
+    pub fn load(&mut self, folder: &Path) -> Result<bool, Error> {
         let mut checkpoints = Checkpoints::new(self.group(), folder).unwrap();
         match &mut self.parallel {
             Parallel::Replicas(_, None) => checkpoints.load(&mut self.state),
@@ -196,20 +182,21 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
 
     /// The values of this rank's model, padding included, and of the whole one.
     fn values(&mut self) -> [Vec<TensorData>; 2] {
-        let own = state::values(&self.state.model.valid());
+        let of = |model: &Net| all_values(&model.valid()).into_iter().map(|(_, data)| data).collect::<Vec<_>>();
+        let own = of(&self.state.model);
         let whole = match &mut self.parallel {
             Parallel::Replicas(..) => own.clone(),
-            Parallel::Parts(fsdp) => state::values(&fsdp.gather(&self.state.model).unwrap().valid()),
+            Parallel::Parts(fsdp) => of(&fsdp.gather(&self.state.model).unwrap()),
         };
         [own, whole]
     }
 }
 
-fn adam() -> Adaptor<Adam> {
+pub fn adam() -> OptimizerOf<Adam, Net> {
     AdamConfig::new().with_amsgrad(true).init()
 }
 
-fn sgd() -> Adaptor<Sgd<Flex>> {
+fn sgd() -> OptimizerOf<Sgd, Net> {
     SgdConfig::new().init()
 }
 
@@ -287,7 +274,7 @@ fn every_form_loads_what_another_has_saved_bit_for_bit() {
         .zip(&folders)
         .map(|(&(n, form), folder)| {
             ranks(n, |group| {
-                let mut run = Run::new(group, form, Net::new(7, DType::F32), &adam);
+                let mut run = Run::<Adam>::new(group, form, Net::new(7, DType::F32), &adam);
                 for _ in 0..4 {
                     run.step();
                 }
@@ -310,7 +297,7 @@ fn every_form_loads_what_another_has_saved_bit_for_bit() {
         for (loader, &(n, form)) in FORMS.iter().enumerate() {
             let again = tempfile::tempdir().unwrap();
             let loaded = ranks(n, |group| {
-                let mut run = Run::new(group, form, Net::new(7, DType::F32), &adam);
+                let mut run = Run::<Adam>::new(group, form, Net::new(7, DType::F32), &adam);
                 let id = run.state.model.frozen.id;
                 assert!(run.load(folder.path()).unwrap());
                 assert_eq!((run.state.batch, run.state.user, run.state.model.frozen.id), (4, 19, id));
@@ -328,7 +315,7 @@ fn training_goes_on_with_the_same_loss_in_f64() {
     // burn loads the state of an optimizer in f32 with this backend, so the optimizer has none.
     let train = |n: usize, form: Form, steps: usize, load: Option<&Path>, save: Option<&Path>| {
         ranks(n, |group| {
-            let mut run = Run::new(group, form, Net::new(7, DType::F64), &sgd);
+            let mut run = Run::<Sgd>::new(group, form, Net::new(7, DType::F64), &sgd);
             run.samples = of_all_ranks;
             if let Some(folder) = load {
                 assert!(run.load(folder).unwrap());
@@ -357,10 +344,10 @@ fn training_goes_on_with_the_same_loss_in_f64() {
 #[test]
 fn a_set_of_another_model_is_refused_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
-    ranks(4, |group| Run::new(group, Form::Full, Net::new(7, DType::F32), &adam).save(folder.path()).unwrap());
+    ranks(4, |group| Run::<Adam>::new(group, Form::Full, Net::new(7, DType::F32), &adam).save(folder.path()).unwrap());
     for (n, form) in [(3, Form::Full), (4, Form::Hybrid(2)), (2, Form::Optimizer)] {
         let errors = ranks(n, |group| {
-            let mut run = Run::new(group, form, Net::new(9, DType::F32), &adam);
+            let mut run = Run::<Adam>::new(group, form, Net::new(9, DType::F32), &adam);
             let before = run.values();
             let error = run.load(folder.path()).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
@@ -380,7 +367,7 @@ fn a_set_of_another_model_is_refused_on_all_ranks() {
 fn what_is_no_part_of_the_model_in_training_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |group| {
-        let mut run = Run::new(group, Form::Full, Net::new(7, DType::F32), &adam);
+        let mut run = Run::<Adam>::new(group, Form::Full, Net::new(7, DType::F32), &adam);
         let refused = |run: &Run<Adam>, expected: &str| {
             let error = run.save(folder.path()).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
@@ -399,47 +386,5 @@ fn what_is_no_part_of_the_model_in_training_is_refused() {
         run.state.model = whole;
         let error = run.load(folder.path()).unwrap_err().to_string();
         assert!(error.contains("the model has no part of `language.embedding.weight`"), "{error}");
-    });
-}
-
-#[test]
-fn an_optimizer_whose_state_is_not_one_by_parameter_is_refused() {
-    /// Two optimizers in one, whose records burn's adaptor does not write.
-    #[derive(Clone)]
-    struct Two(Adaptor<Adam>, Adaptor<Adam>);
-
-    impl Optimizer<Net<Training>, Training> for Two {
-        type Record = Vec<<Adaptor<Adam> as Optimizer<Net<Training>, Training>>::Record>;
-
-        fn step(&mut self, lr: f64, module: Net<Training>, grads: GradientsParams) -> Net<Training> {
-            self.0.step(lr, module, grads)
-        }
-
-        fn step_multi(&mut self, lr: f64, module: Net<Training>, grads: MultiGradientsParams) -> Net<Training> {
-            self.0.step_multi(lr, module, grads)
-        }
-
-        fn to_record(&self) -> Self::Record {
-            vec![self.0.to_record(), self.1.to_record()]
-        }
-
-        fn load_record(self, _: Self::Record) -> Self {
-            self
-        }
-    }
-
-    let folder = tempfile::tempdir().unwrap();
-    ranks(2, |group| {
-        let two = || Two(adam(), adam());
-        let mut checkpoints = Checkpoints::new(&group, folder.path()).unwrap();
-        let (model, fsdp) = FullyShardedParallel::new(group.clone(), Net::new(7, DType::F32)).unwrap();
-        let error = checkpoints.save((&TrainingState::new(model, two(), 0.01, 7u64), &fsdp)).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
-        assert!(error.to_string().contains("the optimizer's state is not one by parameter, so it cannot"), "{error}");
-        let (model, _) = DataParallel::new(group.clone(), Net::new(7, DType::F32)).unwrap();
-        checkpoints.save(&TrainingState::new(model, two(), 0.01, 7u64)).unwrap();
-        let error = Run::new(group, Form::Full, Net::new(7, DType::F32), &adam).load(folder.path()).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
-        assert!(error.to_string().contains("an optimizer whose state cannot be sharded"), "{error}");
     });
 }

@@ -2,24 +2,19 @@
 
 use std::path::Path;
 
-use bonfire::{Checkpoints, DataParallel, Group, ShardedOptimizer, Sharding, TrainingState};
+use bonfire::{Checkpoints, Group, Sharding, TrainingState};
 use bonfire_testing::ranks;
-use burn::backend::Flex;
-use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{Adam, AdamConfig, GradientsParams, SgdConfig, SimpleOptimizer};
+use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use burn::tensor::{DType, TensorData};
 
-use crate::burn_version::{Advance, Training};
-use crate::shared::sharded::{Odd, bits, gradients, wave};
+use super::{Odd, bits, gradients, wave};
+use crate::burn_version::*;
+use crate::checkpoint_version::{Adam, OTHER_OPTIMIZER_IN_SLICES, TrainingOf};
 
 /// Takes steps with the same gradients on all ranks, of so few bits that the mean over any number of them is exact in
 /// f32.
-fn advance<O: SimpleOptimizer<Flex> + 'static>(
-    model: &mut Odd<Training>,
-    optimizer: &mut ShardedOptimizer<O, Odd<Training>, Training>,
-    steps: std::ops::Range<usize>,
-) {
+fn advance(model: &mut Odd, optimizer: &mut impl Advance<Odd>, steps: std::ops::Range<usize>) {
     for step in steps {
         let grads = step_gradients(model, step);
         optimizer.advance(0.01, model, grads, 1).unwrap();
@@ -27,7 +22,7 @@ fn advance<O: SimpleOptimizer<Flex> + 'static>(
 }
 
 /// The smallest parameter has its first gradient in the last step.
-fn step_gradients(model: &Odd<Training>, step: usize) -> GradientsParams {
+fn step_gradients(model: &Odd, step: usize) -> GradientsParams {
     gradients(model, |position, i| (position > 0 || step == 5).then(|| few_bits(position, i, step)))
 }
 
@@ -35,11 +30,11 @@ fn few_bits(position: usize, i: usize, step: usize) -> f64 {
     (wave(0, step, position, i) * 1e6).round() / f64::from(1 << 20)
 }
 
-type State = TrainingState<Training, Odd<Training>, OptimizerAdaptor<Adam, Odd<Training>, Training>, f64, ()>;
+type State = TrainingOf<Adam, Odd, ()>;
 
 /// Runs six steps with a checkpoint after the third, or resumes from that. Returns the model at the end.
 fn six_steps(group: Group, sharding: Sharding, folder: &Path, resume: bool) -> Vec<TensorData> {
-    let (model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+    let (model, ddp) = DataParallel::new(group, Odd::new(DType::F32)).unwrap();
     let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
     let mut state = State::new(model, AdamConfig::new().init(), 0.01, ());
     let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
@@ -84,7 +79,7 @@ fn state_is_loaded_with_and_without_sharding() {
     let whole = ranks(3, |group| six_steps(group, Sharding::All, folder.path(), false)).remove(0);
     let again = tempfile::tempdir().unwrap();
     let plain = ranks(2, |group| {
-        let (model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+        let (model, ddp) = DataParallel::new(group, Odd::new(DType::F32)).unwrap();
         let mut state = State::new(model, AdamConfig::new().init(), 0.01, ());
         assert!(Checkpoints::new(ddp.group(), folder.path()).unwrap().load(&mut state).unwrap());
         Checkpoints::new(ddp.group(), again.path()).unwrap().save(&state).unwrap();
@@ -105,7 +100,7 @@ fn state_of_another_optimizer_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |group| six_steps(group, Sharding::All, folder.path(), false));
     ranks(2, |group| {
-        let (model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+        let (model, ddp) = DataParallel::new(group, Odd::new(DType::F32)).unwrap();
         let sgd = || SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
         let mut optimizer = ShardedOptimizer::new(&ddp, sgd(), Sharding::All).unwrap();
         let mut state = TrainingState::new(model, sgd(), 0.01, ());
@@ -113,9 +108,7 @@ fn state_of_another_optimizer_is_refused_and_changes_nothing() {
         let (before, bytes) = (bits(&state.model), optimizer.state_bytes().unwrap());
         let error = Checkpoints::new(ddp.group(), folder.path()).unwrap().load((&mut state, &mut optimizer));
         let error = error.unwrap_err().to_string();
-        let expected =
-            "saved with the optimizer of type `Adam` in slices on 2 ranks, and this is the optimizer of type `Sgd`";
-        assert!(error.contains(expected), "{error}");
+        assert!(error.contains(OTHER_OPTIMIZER_IN_SLICES), "{error}");
         assert_eq!((bits(&state.model), optimizer.state_bytes().unwrap()), (before, bytes));
     });
 }

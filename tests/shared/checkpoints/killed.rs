@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use super::state::{Contents, Net, contents, initial, start, step, step_alone};
 
 const FOLDER: &str = "CHECKPOINTS";
-const RANKS: &str = "checkpoints::killed::killed_ranks_leave_a_complete_set";
+const RANKS: &str = "shared::checkpoints::killed::killed_ranks_leave_a_complete_set";
 const HANG: Duration = Duration::from_secs(120);
 
 #[test]

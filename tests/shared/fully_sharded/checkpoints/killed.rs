@@ -11,8 +11,9 @@ use burn::tensor::DType;
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::{Form, Net, Run, adam};
+use crate::checkpoint_version::Adam;
 
-const NAME: &str = "fully_sharded::checkpoints::killed::a_killed_rank_is_known_at_once_and_a_restart_resumes";
+const NAME: &str = "shared::fully_sharded::checkpoints::killed::a_killed_rank_is_known_at_once_and_a_restart_resumes";
 const FOLDER: &str = "CHECKPOINTS";
 /// The moment at which this rank is killed: before the forward pass, before the backward pass, or during that.
 const MOMENT: &str = "MOMENT";
@@ -24,7 +25,7 @@ const LAST: usize = 8;
 const INTERVAL: usize = 2;
 const HANG: Duration = Duration::from_secs(60);
 
-fn new_run(group: Group, form: Form) -> Run<burn::optim::Adam> {
+fn new_run(group: Group, form: Form) -> Run<Adam> {
     Run::new(group, form, Net::new(7, DType::F32), &adam)
 }
 
@@ -66,7 +67,7 @@ fn a_killed_rank_is_known_at_once_and_a_restart_resumes() {
     }
 }
 
-fn alone() -> Run<burn::optim::Adam> {
+fn alone() -> Run<Adam> {
     new_run(Group::threads(1).unwrap().remove(0), Form::Replicas)
 }
 

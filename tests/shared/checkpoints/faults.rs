@@ -3,13 +3,14 @@
 use std::fs;
 use std::path::Path;
 
-use bonfire::{Checkpoints, Error, FullyShardedParallel, Group, TrainingState};
+use bonfire::{Checkpoints, Error, Group, TrainingState};
 use bonfire_testing::ranks;
 use burn::nn::LinearConfig;
 use burn::optim::SgdConfig;
 
-use super::state::{B, start, step};
+use super::state::{start, step};
 use super::{loaded, saved};
+use crate::burn_version::{FullyShardedParallel, Linear, device};
 
 /// Saves on two ranks, and fails. Returns the error, which is the same on both.
 fn fails(folder: &Path) -> Error {
@@ -59,7 +60,7 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before() {
     use bonfire_testing::process::{Process, is_child, send_line};
     use bonfire_testing::syscalls::{self, Failing};
 
-    const NAME: &str = "checkpoints::faults::a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before";
+    const NAME: &str = "shared::checkpoints::faults::a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before";
     const FAILING: &str = "FAILING";
     const FOLDER: &str = "FOLDER";
     const ENOSPC: i32 = 28;
@@ -112,7 +113,7 @@ fn a_state_of_parts_cannot_be_saved_alone() {
     let folder = tempfile::tempdir().unwrap();
     let errors = ranks(2, |group| {
         // Each part has 128 KiB.
-        let linear = LinearConfig::new(256, 256).init::<B>(&Default::default());
+        let linear: Linear = LinearConfig::new(256, 256).init(&device());
         let (model, parallel) = FullyShardedParallel::new(group.clone(), linear).unwrap();
         let state = TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
         let mut checkpoints = Checkpoints::new(&group, folder.path()).unwrap();

@@ -50,7 +50,7 @@ struct Case {
 }
 
 /// The test whose processes are the ranks.
-const RANKS: &str = "chaos::killed_ranks_change_nothing_for_the_others";
+const RANKS: &str = "shared::chaos::killed_ranks_change_nothing_for_the_others";
 
 #[test]
 fn killed_ranks_change_nothing_for_the_others() {
