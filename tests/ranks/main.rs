@@ -23,9 +23,7 @@ mod tensors;
 mod checkpoints;
 mod communicator;
 mod fully_sharded;
-mod mismatch;
 mod ndarray;
-mod randomness;
 mod step;
 
 use bonfire_testing::allocation::Counting;

@@ -1,5 +1,6 @@
 //! Mismatches are described by the functions that the user called.
 
+use bonfire::tensor::operation::all_gather;
 use bonfire::{Error, Group};
 use bonfire_testing::ranks;
 use burn::nn::LinearConfig;
@@ -7,8 +8,8 @@ use burn::optim::GradientsParams;
 
 use crate::burn_version::*;
 
-/// Returns the message of the mismatch, which is the same on both ranks.
-pub fn mismatch(call: impl Fn(Group) -> Result<(), Error> + Sync) -> String {
+/// Returns the message of a mismatch, which is the same on both ranks.
+fn mismatch(call: impl Fn(Group) -> Result<(), Error> + Sync) -> String {
     let results = ranks(2, call);
     assert!(matches!(&results[0], Err(Error::Mismatch { .. })) && results[0] == results[1], "{results:?}");
     results[0].as_ref().unwrap_err().to_string()
@@ -28,4 +29,13 @@ fn a_mismatch_names_the_functions_that_were_called() {
     });
     let calls = "rank 0 called sync's all_gather(u64 x 30), rank 1 called mean's all_reduce(f64 x 2, sum);";
     assert!(message.contains(calls), "{message}");
+}
+
+#[test]
+fn a_mismatch_says_that_only_shapes_differ() {
+    let message = mismatch(|group| {
+        let shape = if group.rank() == 0 { [2, 3] } else { [3, 2] };
+        all_gather(Inner::<2>::ones(shape, &inner_device()), 0, &group).map(drop)
+    });
+    assert!(message.contains("which differ in the shape of their tensors"), "{message}");
 }

@@ -1,5 +1,4 @@
-//! Tests of the packages for burn 0.21 and 0.22, over the `burn_version` and the `checkpoint_version` of
-//! each.
+//! Tests of the packages for burn 0.21 and 0.22, over the `burn_version` and the `checkpoint_version` of each.
 
 mod chaos;
 pub mod checkpoint_versions;
@@ -8,8 +7,9 @@ mod compression;
 mod data_parallel;
 pub mod fully_sharded;
 mod mesh;
-pub mod mismatch;
+mod mismatch;
 mod races;
+mod randomness;
 pub mod sharded;
 pub mod step;
 mod sync_batch_norm;

@@ -1,27 +1,29 @@
-//! Seeded initialisation on burn 0.22, on threads and on processes. Every case is a process of its own: burn's backends
-//! have one random generator per process, from which other tests draw too.
+//! Seeded initialisation, on threads and on processes. Every case is a process of its own: burn's backends have one
+//! random generator per process, from which other tests draw too.
 
 use bonfire::train::seeded;
 use bonfire::{Error, Group};
 use bonfire_testing::process::{Process, is_child, send_line};
-use burn::module::Module;
-use burn::nn::{DropoutConfig, Linear, LinearConfig};
-use burn::tensor::{Device, Distribution, Tensor, TensorData};
+use burn::nn::{DropoutConfig, LinearConfig};
+use burn::tensor::{Distribution, TensorData};
 
-#[derive(Module, Debug)]
-struct Mlp {
-    hidden: Linear,
-    output: Linear,
+use crate::burn_version::*;
+
+models! {
+    struct Mlp {
+        hidden: Linear,
+        output: Linear,
+    }
 }
 
 /// Returns a rank's initial weights as text, and then what dropout leaves of ones. It draws other numbers around it.
 fn draw(group: &Group) -> Result<[String; 2], Error> {
-    let device = Device::flex().autodiff();
+    let device = device();
     let noise = |count: usize| Tensor::<1>::random([count], Distribution::Default, &device).into_data();
     noise(group.rank() + 1);
     let new = || Mlp { hidden: LinearConfig::new(20, 8).init(&device), output: LinearConfig::new(8, 3).init(&device) };
-    let model = seeded(group, 7, &device, new)?;
-    let dropped = DropoutConfig::new(0.5).init().forward(Tensor::<1>::ones([64], &device));
+    let model: Mlp = seeded(group, 7, &device, new)?;
+    let dropped = DropoutConfig::new(0.5).init().forward(Tensor::<1>::ones([64], &device).require_grad());
     noise(100);
     let Mlp { hidden, output } = model;
     let weights = [hidden.weight.to_data(), output.weight.to_data(), output.bias.expect("a bias").to_data()];
@@ -32,7 +34,8 @@ fn draw(group: &Group) -> Result<[String; 2], Error> {
 
 /// Returns what `n` ranks that are processes draw.
 fn processes(n: usize) -> Vec<[String; 2]> {
-    let ranks = Process::start_ranks("seeded_weights_depend_on_the_seed_only", n, "auto", "60");
+    let name = "shared::randomness::seeded_weights_depend_on_the_seed_only";
+    let ranks = Process::start_ranks(name, n, "auto", "60");
     ranks.iter().map(|process| [process.read_line(), process.read_line()]).collect()
 }
 
@@ -43,7 +46,7 @@ fn seeded_weights_depend_on_the_seed_only() {
         return drawn.into_iter().for_each(send_line);
     }
     let (alone, three) = (processes(1), processes(3));
-    let threads = Process::start("seeded_weights_of_threads", &[]).read_line();
+    let threads = Process::start("shared::randomness::seeded_weights_of_threads", &[]).read_line();
     assert!(three.iter().all(|[weights, _]| *weights == alone[0][0]), "{three:?} is not {alone:?}");
     assert_eq!(threads, alone[0][0]);
     // Dropout of processes differs between ranks and repeats.
@@ -55,7 +58,8 @@ fn seeded_weights_depend_on_the_seed_only() {
 #[test]
 fn seeded_weights_of_threads() {
     if !is_child() {
-        assert!(Process::start("seeded_weights_of_threads", &[]).end().success());
+        let name = "shared::randomness::seeded_weights_of_threads";
+        assert!(Process::start(name, &[]).end().success());
         return;
     }
     let mut first = None;
