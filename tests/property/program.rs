@@ -186,7 +186,7 @@ impl Program {
             ];
             let fault = faults[random.below(faults.len() as u64)];
             program.fault = Some(fault).filter(|fault| *fault != Fault::SecondBackward || TWO_BACKWARD_PASSES);
-        } else if random.one_in(32) {
+        } else if random.one_in(20) {
             program.features.push(Tied);
         }
         program.settle(random);
