@@ -1,5 +1,5 @@
 //! Every form of training on burn 0.22, with ranks as threads and as processes, over shared memory and TCP: each trains
-//! as plain burn does alone.
+//! as plain burn does alone. Not shared: `Device` names the backend, which on burn 0.21 is a parameter of each type.
 
 use std::ops::Range;
 

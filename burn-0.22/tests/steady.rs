@@ -1,5 +1,6 @@
 //! Long trainings of random models on ranks that are threads, with gradient checkpointing and without: memory and the
-//! nodes that burn-autodiff makes per step stay as they were at the start, and the weights have the bits of `sync`.
+//! nodes that burn-autodiff makes per step stay as they were at the start, and the weights have the bits of `sync`. Not
+//! shared: on burn 0.21 checkpointing is a parameter of the type `Autodiff`, and not a setting of `Device`.
 
 use bonfire::{DataParallel, FullyShardedParallel, Group, ShardedBlock};
 use bonfire_testing::allocation::{self, Counting};

@@ -1,4 +1,5 @@
 //! What a device of burn 0.22 says of a model: whether it has autodiff, and what its graphs keep.
+//! Not shared: on burn 0.21 types say both, and not `Device`.
 
 use bonfire::{DataParallel, FullyShardedParallel, ShardedBlock};
 use bonfire_testing::ranks;

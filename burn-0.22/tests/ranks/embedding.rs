@@ -1,4 +1,5 @@
-//! An embedding whose table is freed after its run.
+//! An embedding whose table is freed after its run. Not shared: it looks into `DispatchTensor`, which only burn 0.22
+//! has; `tests/ranks/fully_sharded/freed.rs` is that of burn 0.21.
 
 use bonfire::train::embedding;
 use bonfire::{FullyShardedParallel, Group, ShardedBlock};
