@@ -49,7 +49,7 @@ fn values(shape: [usize; 2], seed: usize, device: &Device) -> Tensor<2> {
 fn plan(seed: usize) -> Plan {
     let blocks = 1 + seed % 4;
     let join = |i: usize| [Join::Replace, Join::Add, Join::Multiply, Join::Concatenate][(seed / 2 + i * i) % 4];
-    let again = (seed % 3 == 0).then_some(0);
+    let again = seed.is_multiple_of(3).then_some(0);
     (0..blocks).chain(again).enumerate().map(|(i, block)| (block, join(i))).collect()
 }
 
@@ -72,7 +72,7 @@ impl Net {
                 Join::Replace => y,
                 Join::Add => x + y,
                 Join::Multiply => x * y,
-                Join::Concatenate => Tensor::cat(vec![x, y], 0).slice([ROWS / 2..ROWS / 2 + ROWS]),
+                Join::Concatenate => Tensor::cat(vec![x, y], 0).narrow(0, ROWS / 2, ROWS),
             };
         }
         self.norm.forward(x).powf_scalar(2.0).mean()
