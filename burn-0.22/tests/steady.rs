@@ -2,15 +2,20 @@
 //! nodes that burn-autodiff makes per step stay as they were at the start, and the weights have the bits of `sync`. Not
 //! shared: on burn 0.21 checkpointing is a parameter of the type `Autodiff`, and not a setting of `Device`.
 
+#[path = "common/burn_version.rs"]
+mod burn_version;
+
 use bonfire::{DataParallel, FullyShardedParallel, Group, ShardedBlock};
 use bonfire_testing::allocation::{self, Counting};
 use bonfire_testing::ranks;
 use burn::backend::autodiff::NodeId;
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor, TensorData};
+
+use self::burn_version::floats;
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -79,17 +84,9 @@ impl Net {
     }
 }
 
-/// The bits of all parameters.
-fn bits(net: &Net) -> Vec<u32> {
-    struct Bits(Vec<u32>);
-    impl ModuleVisitor for Bits {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0.extend(param.val().into_data().iter::<f32>().map(f32::to_bits));
-        }
-    }
-    let mut bits = Bits(Vec::new());
-    net.visit(&mut bits);
-    bits.0
+/// The values of all parameters, which are equal if their bits are.
+fn bits(net: &Net) -> Vec<TensorData> {
+    floats(net).into_iter().map(|parameter| parameter.data).collect()
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -105,7 +102,7 @@ struct Used(usize, u64);
 
 /// Trains a model. Returns its bits, and on rank 0 what was used after the first and before the last tenth of the
 /// steps, and at the end.
-fn train(group: Group, form: Form, seed: usize, steps: usize, device: &Device) -> (Vec<u32>, [Used; 4]) {
+fn train(group: Group, form: Form, seed: usize, steps: usize, device: &Device) -> (Vec<TensorData>, [Used; 4]) {
     let (rank, plan) = (group.rank(), plan(seed));
     let pass = |net: &Net, step: usize| (net.loss(&plan, step, rank, device), ROWS);
     let mut sgd = SgdConfig::new().init();

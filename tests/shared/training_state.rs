@@ -11,6 +11,7 @@ use burn::nn::{BatchNormConfig, LinearConfig, LinearLayout};
 use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::{TensorData, Tolerance};
 
+use super::checkpoints::state::{Contents, User, contents};
 use crate::burn_version::*;
 use crate::checkpoint_version::*;
 
@@ -38,8 +39,6 @@ impl Net {
     }
 }
 
-/// Any state of the user's: a counter and a list.
-type User = (u64, Vec<f64>);
 type State = ScheduledTraining<Net, User>;
 
 /// The state at the start of a training. Parameters and ids differ between ranks before `DataParallel::new`, and ids
@@ -80,28 +79,6 @@ fn step(state: &mut State, ddp: &mut DataParallel, samples: &[usize]) -> Result<
 /// The samples of a rank in a step.
 fn samples(rank: usize, step: usize) -> [usize; 3] {
     [rank + step, 3 * rank + 2 * step, 11 * rank + step]
-}
-
-/// All that must be the same on all ranks, except the optimizer's moments, which the next step shows.
-#[derive(Clone, Debug, PartialEq)]
-struct Contents {
-    model: Vec<TensorData>,
-    average: Option<Vec<TensorData>>,
-    rate: u64,
-    position: (usize, usize),
-    user: User,
-}
-
-fn contents(state: &State) -> Contents {
-    let data = |(_, data)| data;
-    Contents {
-        // A running state's last update is pending until `valid`.
-        model: all_values(&state.model.valid()).into_iter().map(data).collect(),
-        average: state.average.as_ref().map(|average| all_values(average).into_iter().map(data).collect()),
-        rate: last_rate(&state.scheduler).to_bits(),
-        position: (state.epoch, state.batch),
-        user: state.user.clone(),
-    }
 }
 
 fn all_equal(results: &[Contents]) {

@@ -83,9 +83,13 @@ pub fn run_ranks_with<T: Send + 'static>(
             Err(_) => panic!("a rank has panicked, and others have not ended {AFTER_A_PANIC:?} later"),
         }
     }
-    // A rank's panic says more than the errors of the ranks that lost it, so it is propagated first.
-    let results: Vec<_> = ranks.into_iter().map(thread::JoinHandle::join).collect();
-    results.into_iter().map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    propagated(ranks.into_iter().map(thread::JoinHandle::join).collect())
+}
+
+/// Returns the results of all ranks. A rank's panic says more than the errors of the ranks that lost it, so it is
+/// propagated first.
+fn propagated<T>(ended: Vec<thread::Result<T>>) -> Vec<T> {
+    ended.into_iter().map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
 }
 
 /// As [`run_ranks`], between threads and with a closure that may borrow: runs `rank` on a thread for each of `n` ranks
@@ -94,8 +98,7 @@ pub fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
     thread::scope(|scope| {
         let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        let results: Vec<_> = threads.into_iter().map(thread::ScopedJoinHandle::join).collect();
-        results.into_iter().map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        propagated(threads.into_iter().map(thread::ScopedJoinHandle::join).collect())
     })
 }
 

@@ -11,7 +11,9 @@ use crate::burn_version::*;
 use crate::checkpoint_version::{ScheduledTraining, all_values, last_rate};
 use crate::model_data::with_few_bits;
 
-pub type State = ScheduledTraining<Net, (u64, Vec<f64>)>;
+/// Any state of the user's: a counter and a list.
+pub type User = (u64, Vec<f64>);
+pub type State = ScheduledTraining<Net, User>;
 
 /// Elements of the parameter that is cut into parts, and bytes of it and of its two moments.
 const LARGE: usize = 20_011;
@@ -95,30 +97,18 @@ fn apply(state: &mut State, grads: GradientsParams) {
     }
 }
 
-/// All that a set must restore, except the optimizer's moments, which the next steps show.
-#[derive(Clone, Debug)]
+/// All of a training that must be the same, except the optimizer's moments, which the next steps show. `TensorData`
+/// compares bytes, so NaN equals itself.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Contents {
     pub model: Vec<TensorData>,
     average: Option<Vec<TensorData>>,
-    rate: u64,
+    pub rate: u64,
     pub position: (usize, usize),
-    user: (u64, Vec<f64>),
+    pub user: User,
 }
 
-impl PartialEq for Contents {
-    fn eq(&self, other: &Self) -> bool {
-        // Also NaN equals itself.
-        let bits = |values: &[TensorData]| {
-            let bits = values.iter().map(|data| (data.dtype(), data.shape().to_vec(), data.as_bytes().to_vec()));
-            bits.collect::<Vec<_>>()
-        };
-        bits(&self.model) == bits(&other.model)
-            && self.average.as_deref().map(bits) == other.average.as_deref().map(bits)
-            && (self.rate, self.position, &self.user) == (other.rate, other.position, &other.user)
-    }
-}
-
-pub fn contents(state: &State) -> Contents {
+pub fn contents<M: Model>(state: &ScheduledTraining<M, User>) -> Contents {
     let data = |(_, data)| data;
     Contents {
         // A running state's last update is pending until `valid`.

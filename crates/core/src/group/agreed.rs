@@ -208,7 +208,7 @@ impl AgreedOperations for Group {
     fn abandon(&self, error: Error) -> Error {
         // After the operations before it, which may still complete.
         let _turn = self.core.queue.turn(&Deadline::after(self.deadline()));
-        self.core.abort(error)
+        self.abandon_at_once(error)
     }
 
     fn abandon_at_once(&self, error: Error) -> Error {
