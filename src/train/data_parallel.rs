@@ -98,7 +98,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         check_same_model(&group, OPERATION, &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
         all_or_none(&group, check_untied(OPERATION, &model))?;
-        let unused = Arc::new(Unused::new(&group));
+        let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));
         let on_devices = u64::from(uses_collective_devices::<B::InnerBackend>());
         let ranks = all_gather_values(&group, [on_devices, process_number()?])?;
         let on_devices = ranks.iter().all(|[on_devices, _]| *on_devices == 1);
@@ -350,6 +350,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
         self.replicas.steps.set_compression(compression, &self.replicas.parameters.trained())
     }
 
+    /// Forgets what compression has lost of the gradients so far, and would add to the next ones. `Checkpoints::load`,
+    /// [`resume`](Self::resume) and [`shrink`](Self::shrink) do; call it on all ranks where the program itself goes back
+    /// to weights that it has kept.
+    pub fn forget_compression_errors(&mut self) {
+        self.replicas.steps.forget_compression_errors();
+    }
+
     /// Sets the most bytes in a bucket. Then the first step measures nothing. All ranks set the same, before the first
     /// step. A tensor of that size or more is a bucket of its own.
     pub fn set_bucket_bytes(&mut self, bytes: usize) {
@@ -373,6 +380,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        self.replicas.unused.end();
         self.replicas.steps.groups().mean(values, samples)
     }
 

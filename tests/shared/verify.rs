@@ -1,7 +1,7 @@
 //! Ranks whose models would differ get an error, and ranks whose models are equal do not.
 
 use bonfire::launch::{self, Failed};
-use bonfire::{Error, Group, ReduceOp, Sharding};
+use bonfire::{Error, Group, Sharding};
 use bonfire_testing::ranks;
 use burn::module::{Param, RunningState, list_param_ids};
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
@@ -227,36 +227,18 @@ fn launched(body: impl Fn(&mut InTraining) -> Result<(), Error> + Send + Sync + 
 }
 
 #[test]
-fn a_training_that_never_exchanges_gradients_fails() {
+fn results_count_whatever_was_exchanged() {
+    // A frozen teacher, a model that is evaluated, no epoch, a training that had ended before.
+    assert!(launched(|_| Ok(())).is_ok());
+    let evaluated = |training: &mut InTraining| training.ddp.mean(&[1.0], 1).map(drop);
+    assert!(launched(evaluated).is_ok());
+    // The program may know better, and a warning in the log says what may be wrong.
     let alone = |training: &mut InTraining| {
         let grads = gradients(&training.model);
         training.model = training.optimizer.step(training.rate, training.model.clone(), grads);
         Ok(())
     };
-    let Failed { error, .. } = launched(alone).unwrap_err();
-    assert!(matches!(&*error, Error::InvalidArgument { operation, .. } if operation == "DataParallel"), "{error}");
-    assert!(error.to_string().contains("its gradients were never exchanged"), "{error}");
-    // An error of the program's own is not replaced.
+    assert!(launched(alone).is_ok());
     let own = || Error::Config("on purpose".into());
     assert_eq!(*launched(move |_| Err(own())).unwrap_err().error, own());
-}
-
-#[test]
-fn a_program_that_exchanges_or_compares_succeeds() {
-    assert!(launched(|training| training.steps(1)).is_ok());
-    assert!(launched(|training| training.ddp.verify(&training.model, &training.optimizer)).is_ok());
-    assert!(launched(|training| training.ddp.average_states(training.model.clone()).map(drop)).is_ok());
-    assert!(launched(|training| ShardedOptimizer::new(&training.ddp, adam(), Sharding::All).map(drop)).is_ok());
-    // The group's failure has its own error, which the program may have handled.
-    let fails = |training: &mut InTraining| {
-        let group = training.ddp.group();
-        group.all_reduce(&mut vec![0f32; 1 + group.rank()], ReduceOp::Sum).unwrap_err();
-        Ok(())
-    };
-    assert!(launched(fails).is_ok());
-    let alone = launch::run(Group::threads(1).unwrap(), |group| {
-        drop(InTraining::new(&group));
-        Ok::<_, Error>(())
-    });
-    assert!(alone.is_ok());
 }

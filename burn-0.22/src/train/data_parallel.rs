@@ -88,7 +88,7 @@ impl DataParallel {
         all_or_none(&group, checked)?;
         let model = broadcast_parameters(&group, model, 0)?;
         let parameters = Parameters::of(&model).1;
-        let unused = Arc::new(Unused::new(&group));
+        let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));
         let has_threads = !ranks_are_processes(&group)?;
         let tensors = BurnTensors::of(&parameters);
         let steps = Steps::new(Groups::replicas(group)?, parameters.described(), tensors, Cut::Rows, false);
@@ -296,6 +296,13 @@ impl DataParallel {
         self.replicas.steps.set_compression(compression, &self.replicas.parameters.trained())
     }
 
+    /// Forgets what compression has lost of the gradients so far, and would add to the next ones. `Checkpoints::load`,
+    /// [`resume`](Self::resume) and [`shrink`](Self::shrink) do; call it on all ranks where the program itself goes back
+    /// to weights that it has kept.
+    pub fn forget_compression_errors(&mut self) {
+        self.replicas.steps.forget_compression_errors();
+    }
+
     /// Sets the most bytes in a bucket. Then the first step measures nothing. All ranks set the same, before the first
     /// step. A tensor of that size or more is a bucket of its own.
     pub fn set_bucket_bytes(&mut self, bytes: usize) {
@@ -310,6 +317,7 @@ impl DataParallel {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        self.replicas.unused.end();
         self.replicas.steps.groups().mean(values, samples)
     }
 }

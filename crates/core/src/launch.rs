@@ -44,10 +44,9 @@ const GRACE: Duration = Duration::from_secs(10);
 /// ```
 ///
 /// # Errors
-/// [`Failed`] with the first error that `body` returned; what other ranks return as a consequence is dropped. The same
-/// if `body` succeeds on a rank and a layer above finds that it cannot have done what it was meant to, such as a
-/// `DataParallel` that exchanged no gradients. Without a rank if the ranks could not be started: [`Error::Config`] and
-/// the other errors of [`Group::from_env`], or [`Error::InvalidArgument`] if `threads` is 0 and there is no launcher.
+/// [`Failed`] with the first error that `body` returned; what other ranks return as a consequence is dropped. Without a
+/// rank if the ranks could not be started: [`Error::Config`] and the other errors of [`Group::from_env`], or
+/// [`Error::InvalidArgument`] if `threads` is 0 and there is no launcher.
 ///
 /// # Panics
 /// If `body` panicked on a rank before any rank failed. The message of the panic names the thread, `rank 2`, and a
@@ -123,8 +122,8 @@ where
     if groups.len() == 1
         && let Some(group) = groups.pop()
     {
-        let (rank, handle) = (Some(group.rank()), group.clone());
-        return run_rank(&body, group, &handle).map(|result| vec![result]).map_err(|error| Failed::new(rank, error));
+        let rank = group.rank();
+        return body(group).map(|result| vec![result]).map_err(|error| Failed::new(Some(rank), error));
     }
     let (count, body) = (groups.len(), Arc::new(body));
     let (sender, outcomes) = channel();
@@ -134,7 +133,7 @@ where
             // Peers learn that this rank has failed when its last handle is dropped, which is this one. So the failure
             // is sent before any that it causes.
             let handle = group.clone();
-            let outcome = catch_unwind(AssertUnwindSafe(|| run_rank(&*body, group, &handle)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| body(group)));
             // Nothing receives it after the grace period.
             let _ = sender.send((position, rank, outcome));
             drop(handle);
@@ -167,13 +166,6 @@ where
         // The panic hook has printed the message already.
         Some((Failure::Panicked(panic), _)) => resume_unwind(panic),
     }
-}
-
-/// Runs `body` as one rank. `handle` is a handle of the same group.
-fn run_rank<T, E: From<Error>>(body: &impl Fn(Group) -> Result<T, E>, group: Group, handle: &Group) -> Result<T, E> {
-    handle.await_objection();
-    let result = body(group)?;
-    handle.objection().map_or(Ok(result), |error| Err(error.into()))
 }
 
 /// The first failure among the ranks of this process. `Debug` gives the message, as `Display` does: it is what Rust
@@ -217,7 +209,6 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender};
 
     use super::*;
-    use crate::group::AgreedOperations;
 
     #[test]
     fn a_rank_that_does_not_end_does_not_hold_back_the_failure() {
@@ -231,17 +222,5 @@ mod tests {
         assert_eq!(failed, Failed::new(Some(1), Error::argument("test", "on purpose")));
         assert_eq!(failed.to_string(), "rank 1: test: on purpose");
         drop(never);
-    }
-
-    #[test]
-    fn an_objection_is_the_ranks_error_and_elsewhere_the_callers_to_log() {
-        let objection = || Error::argument("test", "on purpose");
-        let body = move |group: Group| {
-            assert!(group.object(objection()));
-            Ok(())
-        };
-        let failed = run(Group::threads(1).unwrap(), body).unwrap_err();
-        assert_eq!(failed, Failed::new(Some(0), objection()));
-        assert!(!Group::threads(1).unwrap().remove(0).object(objection()));
     }
 }

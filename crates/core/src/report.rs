@@ -52,11 +52,6 @@ pub enum Event {
     },
     /// This rank is in a new group: it has overcome earlier failures.
     Connected,
-    /// No operation of this rank failed, and yet its work counts as failed. See `AgreedOperations::object`.
-    Objected {
-        /// Why, as text.
-        error: String,
-    },
 }
 
 pub fn waits(elapsed: Duration, what: String) {
@@ -69,10 +64,6 @@ pub fn failed(error: &Error) {
 
 pub fn connected() {
     send(|| Event::Connected);
-}
-
-pub fn objected(error: &Error) {
-    send(|| Event::Objected { error: text(error) });
 }
 
 fn failure(error: &Error) -> Event {

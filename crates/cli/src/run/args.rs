@@ -112,8 +112,7 @@ Exit status:
   0      every rank exited with status 0, apart from the failures that --tolerate permits
   S      the rank that failed first, of those that --tolerate does not permit, exited with status S
   128+N  that rank was killed by signal N, or signal N to the launcher ended the run
-  1      the launcher failed, for instance because its output was closed; or all ranks succeeded, and
-         one of them distributed a model and never exchanged its gradients
+  1      the launcher failed, for instance because its output was closed
   2      bad arguments; nothing was started
   126    the command cannot be executed
   127    the command was not found";

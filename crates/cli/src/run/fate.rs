@@ -27,8 +27,6 @@ pub struct Fates {
 struct Fate {
     /// The first failure that it reported and did not overcome.
     failure: Option<Failure>,
-    /// Why its work counts as failed, though no operation did.
-    objection: Option<String>,
     end: Option<RankEnd>,
 }
 
@@ -72,13 +70,6 @@ impl Fates {
     pub fn connected(&mut self, local: u32) {
         self.heard = true;
         self.ranks.get_mut(local as usize).map(|fate| fate.failure.take());
-    }
-
-    /// The rank's work counts as failed, though no operation did. Only its own program knows whether it ends with an
-    /// error because of it.
-    pub fn objected(&mut self, local: u32, error: String) {
-        self.heard = true;
-        self.ranks.get_mut(local as usize).map(|fate| fate.objection.get_or_insert(error));
     }
 
     /// The rank's process ended.
@@ -143,17 +134,6 @@ impl Fates {
         }
     }
 
-    /// Returns a rank that succeeded and whose work counts as failed, and describes it as [`describe`](Self::describe)
-    /// does.
-    pub fn unsound(&self, first_rank: u32) -> Option<(u32, String)> {
-        self.ranks.iter().zip(0..).find_map(|(fate, local)| {
-            let (end, error) = (fate.end?, fate.objection.as_ref()?);
-            let what =
-                || format!("rank {} {}, and yet its work counts as failed: {error}", first_rank + local, end.how);
-            (!end.how.failed()).then(|| (local, what()))
-        })
-    }
-
     /// Returns a line for each way in which ranks ended, if there are several ranks. `first_rank` is that of local rank
     /// 0.
     pub fn list(&self, first_rank: u32) -> Vec<String> {
@@ -202,11 +182,10 @@ mod tests {
     const SEGV: End = End::Killed(11);
     const TERM: End = End::Killed(15);
 
-    /// An event: a rank reports an error that names another rank or none, or unsound work, or connects, or ends.
+    /// An event: a rank reports an error that names another rank or none, or connects, or ends.
     enum Step {
         Names(u32),
         Own(u32),
-        Objects(u32),
         Connects(u32),
         Ends(u32, End),
         Tolerated(u32, End),
@@ -220,7 +199,6 @@ mod tests {
             match *step {
                 Names(local) => fates.failed(local, true, "another".into()),
                 Own(local) => fates.failed(local, false, "own".into()),
-                Objects(local) => fates.objected(local, "nothing exchanged".into()),
                 Connects(local) => fates.connected(local),
                 Ends(local, end) => fates.ended(local, end, false),
                 Tolerated(local, end) => fates.ended(local, end, true),
@@ -285,18 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_succeeds_with_unsound_work_is_found() {
-        let steps = [Objects(0), Ends(0, ONE), Objects(1), Ends(1, End::Exited(0)), Objects(2)];
-        let (local, what) = fates(&steps).unsound(10).unwrap();
-        assert_eq!(local, 1);
-        assert_eq!(what, "rank 11 exited with status 0, and yet its work counts as failed: nothing exchanged");
-        // It is no failure that ends the others.
-        assert_eq!(fates(&steps[2..]).first(), None);
-        assert_eq!(fates(&steps[..2]).unsound(10), None);
-    }
-
-    #[test]
     fn reports_of_unknown_ranks_are_ignored() {
-        assert_eq!(fates(&[Names(3), Connects(3), Objects(3)]).first(), None);
+        assert_eq!(fates(&[Names(3), Connects(3)]).first(), None);
     }
 }

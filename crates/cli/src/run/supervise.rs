@@ -201,12 +201,8 @@ impl Supervisor {
 
     /// Prints what is still queued, then the report of a failure. Returns the launcher's exit status.
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
-        let failure = |(local, what)| PrinterMessage::Failure { ends: self.fates.list(self.first_rank), local, what };
         let (status, print_deadline, report) = match self.shutdown.map(|shutdown| shutdown.cause) {
-            None => {
-                let report = self.fates.unsound(self.first_rank).map(failure);
-                (report.is_some().into(), None, report)
-            }
+            None => (0, None, None),
             Some(Cause::Output(error)) => return Err(RunError::Output(error)),
             Some(Cause::Signal(signal)) => {
                 (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
@@ -214,7 +210,8 @@ impl Supervisor {
             Some(Cause::Failure) => {
                 // The failure that began the shutdown was that of a rank.
                 let Some((local, status)) = self.fates.first() else { return Ok(1) };
-                (status, None, Some(failure((local, self.fates.describe(local, self.first_rank)))))
+                let (ends, what) = (self.fates.list(self.first_rank), self.fates.describe(local, self.first_rank));
+                (status, None, Some(PrinterMessage::Failure { ends, local, what }))
             }
         };
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);
@@ -292,7 +289,6 @@ impl Supervisor {
             match event {
                 Event::Failed { names_another, error } => self.fates.failed(local, names_another, error),
                 Event::Connected => self.fates.connected(local),
-                Event::Objected { error } => self.fates.objected(local, error),
                 Event::Waits { elapsed, what } => {
                     if what != self.last_wait {
                         self.note(format!("rank {} has waited {elapsed:.1?} {what}", self.first_rank + local));

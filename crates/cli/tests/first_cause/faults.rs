@@ -5,8 +5,7 @@ use std::process::{self, ExitCode};
 use std::time::Duration;
 use std::{env, fs, ptr, thread};
 
-use bonfire::{Error, Group, ReduceOp};
-use bonfire_core::internal::AgreedOperations;
+use bonfire::{Group, ReduceOp};
 use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
 
 /// A way to fail.
@@ -82,9 +81,6 @@ fn use_memory() {
 /// The environment variable with the path of the control group for ranks that run out of memory.
 pub const CGROUP: &str = "FIRST_CAUSE_CGROUP";
 
-/// The name of a fault that no operation has: the victim objects to its own work, and every rank succeeds.
-pub const UNSOUND: &str = "unsound";
-
 /// A control group with little memory. Dropping it removes it: its processes have ended by then.
 pub struct Cgroup(pub PathBuf);
 
@@ -125,12 +121,6 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
     let (name, fault) = (fault, FAULTS.iter().find(|known| known.name == fault));
     let mut slow = Slow(false);
     let group = Group::from_env().expect("ranks find each other");
-    if name == UNSOUND {
-        if group.rank() == victim {
-            group.object(Error::argument("test", "nothing was exchanged"));
-        }
-        return ExitCode::SUCCESS;
-    }
     let mut data = vec![1f32; 1000];
     for step in 0.. {
         if group.rank() == victim && step == 20 {

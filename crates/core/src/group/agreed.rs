@@ -19,7 +19,6 @@ use super::record::CallSite;
 use super::request::Request;
 use super::turn::Turn;
 #[cfg(unix)]
-use crate::report;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};
@@ -85,10 +84,11 @@ pub trait AgreedOperations {
     /// groups take turns in different orders would wait for each other. `what` needs groups that do not wait.
     fn check_concurrent(&self, what: &str) -> Result<(), Error>;
 
-    /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none, and `bonfire
-    /// run` end with status 1, though the rank succeeds: what it did with the group, or with a subgroup, cannot be what
-    /// it was meant to do. The group remains usable. Returns whether `launch` runs this rank. If not, log the error.
-    fn object(&self, error: Error) -> bool;
+    /// Says that this rank has gone back to an earlier state of what it does, such as a checkpoint.
+    fn rewind(&self);
+
+    /// Returns how often this rank has called [`rewind`](Self::rewind), on this group, a subgroup or a group around it.
+    fn rewinds(&self) -> u64;
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
@@ -225,17 +225,13 @@ impl AgreedOperations for Group {
         )))
     }
 
-    fn object(&self, error: Error) -> bool {
-        match self.parent() {
-            Some(parent) => parent.object(error),
-            None => {
-                #[cfg(unix)]
-                report::objected(&error);
-                // The first is as good as any other.
-                let _ = self.core.objection.set(error);
-                self.core.awaits_objection.load(Ordering::Relaxed)
-            }
-        }
+    fn rewind(&self) {
+        // Relaxed: it orders nothing else.
+        outermost(self).core.rewinds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn rewinds(&self) -> u64 {
+        outermost(self).core.rewinds.load(Ordering::Relaxed)
     }
 
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
@@ -245,6 +241,11 @@ impl AgreedOperations for Group {
     fn kept<T: Attachment>(&self) -> Option<Arc<T>> {
         self.attached()
     }
+}
+
+/// Returns the group of which all groups around this one are subgroups.
+fn outermost(group: &Group) -> &Group {
+    group.parent().map_or(group, outermost)
 }
 
 /// Starts an operation that prepares, agrees and runs when its turn comes. `agree` returns its sequence number and what

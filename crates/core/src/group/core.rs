@@ -22,10 +22,8 @@ pub struct Core {
     /// Collectives that this rank has completed. Only the owner of the turn writes it.
     completed: AtomicU64,
     failure: OnceLock<Error>,
-    /// Why this rank's work counts as failed, though no operation did. See `AgreedOperations::object`.
-    pub(super) objection: OnceLock<Error>,
-    /// Whether `launch` runs this rank, and returns its objection.
-    pub(super) awaits_objection: AtomicBool,
+    /// See `AgreedOperations::rewinds`. Only the outermost group counts.
+    pub(super) rewinds: AtomicU64,
     /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
     pub(super) regroup: Option<Arc<dyn Regroup>>,
@@ -45,8 +43,7 @@ impl Core {
             executor: Executor { transport, engines, algorithms },
             queue: TicketLock::default(),
             failure: OnceLock::new(),
-            objection: OnceLock::new(),
-            awaits_objection: AtomicBool::new(false),
+            rewinds: AtomicU64::new(0),
             session,
             regroup,
             shrunk: AtomicBool::new(false),

@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::fmt;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -144,17 +143,6 @@ impl Group {
     /// this rank has failed with it.
     pub fn failure(&self) -> Option<Error> {
         self.core.failure().cloned()
-    }
-
-    /// Called where [`objection`](Self::objection) will be.
-    pub(crate) fn await_objection(&self) {
-        // Relaxed: the rank's work begins after it, on this thread or on one that is started then.
-        self.core.awaits_objection.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns why this rank's work counts as failed, though no operation did.
-    pub(crate) fn objection(&self) -> Option<Error> {
-        self.core.objection.get().cloned()
     }
 
     /// Returns this rank's last operations, at most 1024. Works while an operation hangs on another thread.
