@@ -51,12 +51,13 @@ pub use self::format::{Dtype, ReadBytes, Sink, width};
 use self::format::{FileId, FileSummary, Manifest};
 pub use self::model::ModelReader;
 pub use self::own_part::OwnPart;
+use self::parts::check_equal;
 pub use self::parts::{Parts, describe};
-use self::parts::{Sample, check_samples};
 pub use self::scalar::Scalar;
 pub use self::set::{SavedTensor, Set};
 pub use self::state::{Field, Fields, LoadedTensor, NOT_ELEMENTWISE, ReadRange, StateTensor, state_name};
 use crate::agree::{all_or_none, lane};
+use crate::parameters::Digested;
 use bonfire_core::internal::{AgreedOperations, random};
 use bonfire_core::{Error, Group};
 
@@ -165,7 +166,9 @@ impl Checkpoints {
         let own = if self.lane.rank() == 0 { self.newest() } else { Ok(None) };
         let Some((name, manifest)) = self.lane.all_gather_results(own)?.swap_remove(0) else { return Ok(None) };
         let set = Set::open(&self.folder.join(name), &manifest);
-        all_or_none(&self.lane, set.and_then(|set| read(&set))).map(Some)
+        let loaded = all_or_none(&self.lane, set.and_then(|set| read(&set)))?;
+        self.lane.rewind();
+        Ok(Some(loaded))
     }
 
     /// Returns the name of the newest set's folder, and its manifest.
@@ -219,8 +222,8 @@ impl Job {
         let written = catch_unwind(AssertUnwindSafe(|| write(&lane, &folder, &draft, collect)));
         let written = written.unwrap_or_else(|panic| Err(panicked(&*panic)));
         let saved = lane.all_gather_results(written).and_then(|written| {
-            let (files, samples): (Vec<_>, Vec<_>) = written.into_iter().unzip();
-            check_samples(&samples)?;
+            let (files, digests): (Vec<_>, Vec<_>) = written.into_iter().unzip();
+            check_equal(&digests)?;
             let manifest = Manifest::new(&draft.id, files, contents);
             let committed = if leads { commit(&folder, &draft, &manifest, keep).map_err(failed) } else { Ok(()) };
             lane.all_gather_results(committed).map(drop)
@@ -239,7 +242,7 @@ fn write(
     folder: &Path,
     draft: &Draft,
     collect: Option<Collect>,
-) -> Result<(FileSummary, Vec<Sample>), Error> {
+) -> Result<(FileSummary, Vec<Digested>), Error> {
     let (rank, world_size, path) = (lane.rank(), lane.world_size(), draft.path(folder));
     if !path.is_dir() {
         let reason = format!(
@@ -253,10 +256,10 @@ fn write(
         collect(&mut parts)?;
     }
     let id = FileId::new(&draft.id, rank, world_size);
-    let (parts, samples) = parts.into_list();
+    let (parts, digests) = parts.into_list();
     let summary = format::write(&path.join(file_name(rank)), id, parts)?;
     sync(&path).map_err(|e| Error::io(format!("{SAVING}: flushing {}", path.display()), e))?;
-    Ok((summary, samples))
+    Ok((summary, digests))
 }
 
 /// Returns what all ranks save. Fails if they are not at the same epoch and batch, or save different things.

@@ -1,6 +1,6 @@
 //! Compression of gradients for the exchange.
 //!
-//! A training with [`set_compression`](crate::step::Steps::set_compression) sends gradients as [`Bf16`], [`F16`] or
+//! A training with [`set_compression`](crate::step::Steps::set_compression) sends gradients as [`Bf16`] or
 //! [`Int8`], or in a format of your own: implement [`Compression`]. They are added in f32, and all ranks end with the
 //! same bits.
 //!
@@ -13,22 +13,29 @@
 //! # Error feedback
 //! What compression loses of an element is not lost for the training: the rank adds it to its gradient in the next
 //! step. That covers both losses, that of a rank's own gradient and that of the sum, which its owner keeps. It takes
-//! four bytes per parameter on each rank. The errors are not part of a checkpoint, so a training that resumes begins
-//! without them, as does one that goes on after a failed step.
+//! four bytes per parameter on each rank.
+//!
+//! An encoding that cannot carry large values cuts them off, and would send its largest value again, step after step,
+//! until the rest is gone. So what is cut off is kept up to 64 times the largest gradient of the bucket, in this step
+//! or the one before, whichever is smaller: one spike is over when the gradients are.
+//!
+//! The errors are not part of a checkpoint. A training that resumes, loads a state or loses ranks goes on without them,
+//! as does one after a failed step. [`forget_compression_errors`](crate::step::Steps::forget_compression_errors) drops
+//! them where a program itself goes back to weights that it has kept.
 //!
 //! Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; for both directions: Tang et
 //! al., "DoubleSqueeze", ICML 2019.
 
-mod half;
+mod bf16;
 mod int8;
 mod lane;
 
-pub use self::half::{Bf16, F16};
+pub use self::bf16::Bf16;
 pub use self::int8::Int8;
 pub(crate) use self::lane::{CompressedLane, Compressor};
 
 /// The names that [`by_name`] knows.
-pub const NAMES: [&str; 3] = ["bf16", "f16", "int8"];
+pub const NAMES: [&str; 2] = ["bf16", "int8"];
 
 /// Returns one of this module's encodings by its name, for a program's command line. `None` for other names.
 ///
@@ -41,7 +48,6 @@ pub const NAMES: [&str; 3] = ["bf16", "f16", "int8"];
 pub fn by_name(name: &str) -> Option<Box<dyn Compression>> {
     Some(match name {
         "bf16" => Box::new(Bf16),
-        "f16" => Box::new(F16),
         "int8" => Box::new(Int8),
         _ => return None,
     })

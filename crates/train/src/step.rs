@@ -186,6 +186,11 @@ impl Steps {
         Ok(())
     }
 
+    /// Forgets what compression has lost and would add to the next gradients. All ranks call it.
+    pub fn forget_compression_errors(&self) {
+        self.state().forget_compression_errors();
+    }
+
     /// Whether the ranks compare the parameters that are trained in the next step.
     pub fn comparison_is_due(&self, trained: &[bool]) -> bool {
         let bytes = self.parameters().iter().zip(trained).filter(|(_, trained)| **trained).map(|(p, _)| p.bytes());

@@ -13,6 +13,10 @@ use crate::protocol::Refusal;
 use bonfire_core::internal::{ByteOperations, Request, hash, lock};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
+/// What is cut off is kept up to so many times the largest gradient. An encoding of one bit sends an outlier in as many
+/// steps as it is larger than the mean.
+const KEPT: f32 = 64.0;
+
 /// Compresses gradients for their exchange, and keeps what that loses. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Compressor {
@@ -28,6 +32,8 @@ pub(crate) struct Compressor {
 struct Feedback {
     /// What compression has lost, by the position of the parameter. It is added to the next gradient.
     errors: HashMap<usize, Vec<f32>>,
+    /// The largest magnitude in the last gradient of a parameter, by its position.
+    largest: HashMap<usize, f32>,
     /// The first of this rank's gradients in this step that is not finite.
     not_finite: Option<usize>,
     /// Whether a mean in this step is not finite. All ranks find the same, because they decompress the same bytes.
@@ -46,6 +52,8 @@ struct Exchange {
     shard: Vec<f32>,
     /// The sum over all ranks of this rank's shard.
     sum: Vec<f32>,
+    /// The most that is kept of a value that was cut off.
+    limit: f32,
     /// The compressed shards of all ranks, one after the other.
     memory: Option<Buffer<u64>>,
     layout: Layout,
@@ -120,8 +128,9 @@ impl Compressor {
 
     /// Compresses this rank's elements of all shards. Returns the memory of the exchange.
     fn compress_own<'a>(&self, factor: f32, exchange: &'a mut Exchange) -> Result<&'a mut [u8], Error> {
-        let Exchange { gradients, values, shard: scratch, memory, layout, .. } = exchange;
+        let Exchange { gradients, values, shard: scratch, memory, limit, layout, .. } = exchange;
         values.clear();
+        let mut usual = 0f32;
         for (position, elements, gradient) in &*gradients {
             let start = values.len();
             match gradient.as_ref().map(Elements::bytes) {
@@ -132,6 +141,9 @@ impl Compressor {
                 None => values.resize(start + elements, 0.0),
             }
             let feedback = &mut *lock(&self.feedback);
+            let largest = values[start..].iter().fold(0f32, |largest, value| largest.max(value.abs()));
+            let before = feedback.largest.insert(*position, largest);
+            usual = usual.max(before.map_or(largest, |before| before.min(largest)));
             if let Some(errors) = feedback.errors.get(position) {
                 values[start..].iter_mut().zip(errors).for_each(|(value, error)| *value += error);
             }
@@ -139,20 +151,21 @@ impl Compressor {
                 feedback.not_finite.get_or_insert(*position);
             }
         }
+        *limit = if usual > 0.0 { KEPT * usual } else { f32::MAX };
         values.resize(layout.ranks * layout.shard, 0.0);
         scratch.resize(layout.shard, 0.0);
         let memory = layout.memory(memory)?;
         for (rank, values) in values.chunks_exact_mut(layout.shard.max(1)).enumerate() {
             let bytes = layout.part(memory, rank);
             self.round_trip(values, bytes, scratch)?;
-            values.iter_mut().zip(&*scratch).for_each(|(value, sent)| *value -= sent);
+            values.iter_mut().zip(&*scratch).for_each(|(value, sent)| *value = lost(*value, *sent, *limit));
         }
         Ok(cast_slice_mut(memory))
     }
 
     /// Adds the ranks' elements of this rank's shard and compresses the sum. Returns the memory of the exchange.
     fn compress_sum<'a>(&self, exchange: &'a mut Exchange) -> Result<&'a mut [u8], Error> {
-        let Exchange { gradients, values, shard: scratch, sum, memory, layout } = exchange;
+        let Exchange { gradients, values, shard: scratch, sum, memory, limit, layout } = exchange;
         sum.clear();
         sum.resize(layout.shard, 0.0);
         let memory = layout.memory(memory)?;
@@ -162,7 +175,8 @@ impl Compressor {
         }
         self.round_trip(sum, layout.part(memory, self.rank), scratch)?;
         let errors = values[self.rank * layout.shard..].iter_mut();
-        errors.zip(sum.iter().zip(&*scratch)).for_each(|(error, (sum, sent))| *error += sum - sent);
+        let limit = *limit * layout.ranks as f32;
+        errors.zip(sum.iter().zip(&*scratch)).for_each(|(error, (sum, sent))| *error += lost(*sum, *sent, limit));
 
         let (mut rest, mut feedback) = (&values[..], lock(&self.feedback));
         for (position, elements, _) in gradients {
@@ -220,6 +234,14 @@ impl Layout {
     fn part<'a>(&self, memory: &'a mut [u64], rank: usize) -> &'a mut [u8] {
         &mut cast_slice_mut(&mut memory[rank * self.words..][..self.words])[..self.bytes]
     }
+}
+
+/// Returns what compression has lost of a value, up to `limit` if it was cut off.
+fn lost(value: f32, sent: f32, limit: f32) -> f32 {
+    let lost = value - sent;
+    // Rounding loses less than it sends, and what is left out is not sent at all.
+    let is_cut_off = sent != 0.0 && lost.abs() > sent.abs();
+    if is_cut_off { lost.clamp(-limit, limit) } else { lost }
 }
 
 fn is_finite(values: &[f32]) -> bool {

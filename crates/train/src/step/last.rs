@@ -45,6 +45,7 @@ impl Last {
         let main = shared.groups.main.clone();
         main.check_concurrent("an overlapped training step")?;
         let mut state = steps.state();
+        state.rewound(main.rewinds());
         state.begin(&mut header);
         let mut agreement = Agreement::start(&main, header)?;
         let channel = match state.overlapped.take() {

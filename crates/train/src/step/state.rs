@@ -46,6 +46,8 @@ pub(super) struct State {
     pub measured: Option<Limits>,
     /// By position, whether the last step trained it.
     pub trained: Vec<bool>,
+    /// How often the rank had gone back to an earlier state when the last step began.
+    rewinds: u64,
 }
 
 /// What the program chooses. It is the same on all ranks.
@@ -76,6 +78,7 @@ impl State {
             is_ordered: false,
             measured: None,
             trained: Vec::new(),
+            rewinds: 0,
             model,
         }
     }
@@ -127,6 +130,18 @@ impl State {
         self.forget_passes();
         // A rank whose own header was refused has noticed a change of what is trained, and others have not.
         self.is_ordered = false;
+        self.forget_compression_errors();
+    }
+
+    /// Forgets what compression has lost before the rank has gone back so often.
+    pub fn rewound(&mut self, rewinds: u64) {
+        if replace(&mut self.rewinds, rewinds) != rewinds {
+            self.forget_compression_errors();
+        }
+    }
+
+    /// Forgets what compression has lost.
+    pub fn forget_compression_errors(&self) {
         if let Some(compressor) = &self.settings.compressor {
             compressor.forget();
         }

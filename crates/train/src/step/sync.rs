@@ -3,9 +3,9 @@
 use super::{Decided, Exchange, Outcome, Steps};
 use crate::agree::broadcast_value;
 use crate::lane::Tensor;
-use crate::parameters::difference;
 use crate::protocol::{Header, Problem, Reader, Refusal, Trailer, Weight, Writer, failed};
 use bonfire_core::Error;
+use bonfire_core::internal::AgreedOperations;
 
 /// Gradients that are all there.
 pub struct Gradients {
@@ -38,6 +38,7 @@ impl Steps {
         let (main, parameters) = (&self.groups().main, self.parameters());
         let mut sums = {
             let mut state = self.state();
+            state.rewound(main.rewinds());
             state.begin(&mut header);
             problem = problem.or(state.problem.take()).or((state.open > 0).then_some(Problem::Open));
             state.take_sums()
@@ -92,10 +93,7 @@ impl Steps {
     pub(super) fn explained(&self, header: &Header, refusal: Refusal) -> Result<Refusal, Error> {
         let (main, parameters) = (&self.groups().main, self.parameters());
         let reason = match refusal {
-            Refusal::Digests => {
-                let own = header.digests.as_deref().unwrap_or_default();
-                difference(main, own, header.steps, |position| format!("`{}`", parameters[position].path))?
-            }
+            Refusal::Digests => header.difference(main, parameters)?,
             Refusal::Problem { rank, problem: Problem::Failed } => {
                 let own = self.state().fault.take();
                 let fault: String = broadcast_value(main, &own.unwrap_or_default(), rank)?;
