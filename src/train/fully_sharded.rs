@@ -278,11 +278,15 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// all blocks are gathered.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, or while a pass is open; the
-    /// group remains usable. Otherwise the errors of [`Group::all_gather`].
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, if ranks that have the same parts
+    /// differ in them, or while a pass is open; the group remains usable. Otherwise the errors of [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: AutodiffModule<B>>(&self, model: &M) -> Result<M, Error> {
         let parts = all_or_none(self.group(), self.own_parts("gather", model))?;
+        if self.of.groups.replicas.world_size() > 1 {
+            let digests = self.in_model(model).digests().map_err(|error| self.of.groups.abandon(error))?;
+            self.steps.compare("gather", &digests)?;
+        }
         let wholes = self.steps.gather(&parts)?;
         Ok(restored(model, &self.parameters, wholes))
     }
@@ -326,8 +330,12 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         Ok(handles::<B>(&parts))
     }
 
-    fn header(&self, own: &InModel<B>) -> (Header, Vec<Option<Handle>>) {
-        (own.header(&self.parameters, true), handles::<B>(&own.values))
+    fn header(&self, own: &InModel<B>) -> Result<(Header, Vec<Option<Handle>>), Error> {
+        let mut header = own.header(&self.parameters, true);
+        if self.steps.comparison_is_due(&header.trained) {
+            header.digests = Some(own.digests().map_err(|error| self.of.groups.abandon(error))?);
+        }
+        Ok((header, handles::<B>(&own.values)))
     }
 }
 
@@ -339,7 +347,7 @@ impl<B: AutodiffBackend> Form<B> for FullyShardedParallel<B> {
     #[track_caller]
     fn begin<M: AutodiffModule<B>>(&self, model: &M, is_last: bool) -> Result<Open<B, M>, Error> {
         let own = self.in_model(model);
-        let (header, parts) = self.header(&own);
+        let (header, parts) = self.header(&own)?;
         let pass = self.steps.pass(header, parts, is_last)?;
         let weight = Weight::default();
         let (model, nodes) = gathered_at_use(model, &self.parameters, &self.steps, &pass.hooks(), &weight);
@@ -359,7 +367,7 @@ impl<B: AutodiffBackend> Form<B> for FullyShardedParallel<B> {
 
     #[track_caller]
     fn skip<M: AutodiffModule<B>>(&self, model: &M) -> Result<Outcome, Error> {
-        let (header, parts) = self.header(&self.in_model(model));
+        let (header, parts) = self.header(&self.in_model(model))?;
         self.steps.skip(header, parts)
     }
 }

@@ -15,7 +15,7 @@ use super::model::Parameter;
 use super::record::Records;
 use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
-use bonfire_train::parameters::{NOTHING, compare, digest};
+use bonfire_train::parameters::{Digested, NOTHING, compare, digest};
 use bonfire_train::protocol::Problem;
 
 impl<B: AutodiffBackend> DataParallel<B> {
@@ -57,10 +57,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let (parameters, steps) = (&self.replicas.parameters, &self.replicas.steps);
         let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.group().abandon(error))?;
         self.compare_parameters("verify", model)?;
-        compare(self.group(), "verify", &states, steps.count(), |place| match parameters.get(place) {
-            Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
-            None => "the optimizer's state".into(),
-        })
+        let names = parameters.iter().map(|parameter| format!("the optimizer's state for `{}`", parameter.path));
+        let names = names.chain(["the optimizer's state".into()]);
+        compare(self.group(), "verify", Digested::named(0, names, &states), steps.count())
     }
 
     /// Checks that the model has the parameters of the start, and that they are bit-identical on all ranks if they are
@@ -70,12 +69,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let (parameters, own) = (&self.replicas.parameters, self.replicas.in_model(model));
         self.replicas.unused.end();
         let digests = own.digests().map_err(|error| self.group().abandon(error))?;
-        let path = |position: usize| format!("`{}`", parameters[position].path);
-        compare(self.group(), operation, &digests, self.replicas.steps.count(), path)?;
+        let names = parameters.iter().map(|parameter| format!("`{}`", parameter.path));
+        compare(self.group(), operation, Digested::named(0, names, &digests), self.replicas.steps.count())?;
         match own.header(parameters, true).problem {
             Some(Problem::Changed(position)) => {
-                let path = path(position);
-                let reason = format!("the model does not have {path} as it was at the start; pass the one in training");
+                let path = &parameters[position].path;
+                let reason =
+                    format!("the model does not have `{path}` as it was at the start; pass the one in training");
                 Err(Error::argument(operation, reason))
             }
             _ => Ok(()),

@@ -5,6 +5,7 @@ pub mod errors;
 pub mod frozen;
 mod memory;
 pub mod models;
+mod replicas;
 
 use std::ops::Range;
 

@@ -270,11 +270,15 @@ impl FullyShardedParallel {
     /// all blocks are gathered.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, or while a pass is open; the
-    /// group remains usable. Otherwise the errors of [`Group::all_gather`].
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, if ranks that have the same parts
+    /// differ in them, or while a pass is open; the group remains usable. Otherwise the errors of [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: Module>(&self, model: &M) -> Result<M, Error> {
         let parts = all_or_none(self.group(), self.own_parts("gather", model))?;
+        if self.of.groups.replicas.world_size() > 1 {
+            let digests = self.in_model(model).digests().map_err(|error| self.of.groups.abandon(error))?;
+            self.steps.compare("gather", &digests)?;
+        }
         let wholes = self.steps.gather(&parts)?;
         Ok(restored(model, &self.parameters, wholes))
     }
@@ -315,8 +319,12 @@ impl FullyShardedParallel {
         Ok(handles(&parts))
     }
 
-    fn header(&self, own: &InModel) -> (Header, Vec<Option<Handle>>) {
-        (own.header(&self.parameters, true), handles(&own.values))
+    fn header(&self, own: &InModel) -> Result<(Header, Vec<Option<Handle>>), Error> {
+        let mut header = own.header(&self.parameters, true);
+        if self.steps.comparison_is_due(&header.trained) {
+            header.digests = Some(own.digests().map_err(|error| self.of.groups.abandon(error))?);
+        }
+        Ok((header, handles(&own.values)))
     }
 }
 
@@ -328,7 +336,7 @@ impl Form for FullyShardedParallel {
     #[track_caller]
     fn begin<M: Module>(&self, model: &M, is_last: bool) -> Result<Open<M>, Error> {
         let own = self.in_model(model);
-        let (header, parts) = self.header(&own);
+        let (header, parts) = self.header(&own)?;
         let pass = self.steps.pass(header, parts, is_last)?;
         let weight = Weight::default();
         let (model, nodes) = gathered_at_use(model, &self.parameters, &self.steps, &pass.hooks(), &weight);
@@ -348,7 +356,7 @@ impl Form for FullyShardedParallel {
 
     #[track_caller]
     fn skip<M: Module>(&self, model: &M) -> Result<Outcome, Error> {
-        let (header, parts) = self.header(&self.in_model(model));
+        let (header, parts) = self.header(&self.in_model(model))?;
         self.steps.skip(header, parts)
     }
 }

@@ -12,7 +12,7 @@ use super::walk::{FloatParameter, map_floats, visit_floats};
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::means_where_different;
-use bonfire_train::parameters::{NOTHING, compare, digest};
+use bonfire_train::parameters::{Digested, NOTHING, compare, digest};
 use bonfire_train::protocol::Problem;
 
 impl DataParallel {
@@ -30,11 +30,9 @@ impl DataParallel {
         let parameters = &self.replicas.parameters;
         let states = state_digests(optimizer, parameters).map_err(|error| self.group().abandon(error))?;
         self.compare_parameters("verify", model)?;
-        let steps = self.replicas.steps.count();
-        compare(self.group(), "verify", &states, steps, |place| match parameters.get(place) {
-            Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
-            None => "the optimizer's state".into(),
-        })
+        let names = parameters.iter().map(|parameter| format!("the optimizer's state for `{}`", parameter.path));
+        let names = names.chain(["the optimizer's state".into()]);
+        compare(self.group(), "verify", Digested::named(0, names, &states), self.replicas.steps.count())
     }
 
     /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
@@ -63,12 +61,12 @@ impl DataParallel {
         let own = self.replicas.in_model(model);
         self.replicas.unused.end();
         let digests = own.digests().map_err(|error| self.group().abandon(error))?;
-        let path = |position: usize| format!("`{}`", parameters[position].path);
-        compare(self.group(), operation, &digests, self.replicas.steps.count(), path)?;
+        let names = parameters.iter().map(|parameter| format!("`{}`", parameter.path));
+        compare(self.group(), operation, Digested::named(0, names, &digests), self.replicas.steps.count())?;
         match own.header(parameters, true).problem {
             Some(Problem::Changed(position)) => {
-                let path = path(position);
-                let reason = format!("the model does not have {path} as it was at the start; pass the one in training");
+                let path = &parameters[position].path;
+                let reason = format!("the model does not have `{path}` as it was at the start; pass the one in training");
                 Err(Error::argument(operation, reason))
             }
             _ => Ok(()),

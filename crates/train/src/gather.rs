@@ -33,7 +33,7 @@ use self::progress::Progress;
 pub use self::progress::{GatherPass, Hooks};
 use crate::agree::{lane as lane_group, ranks_are_processes};
 use crate::lane::{HostLane, Lane, Tensors};
-use crate::parameters::Parameter;
+use crate::parameters::{Parameter, comparison_is_due};
 use crate::shards::{Cut, Layout};
 use crate::step::{Channel, Groups, Model};
 use bonfire_core::internal::{AgreedOperations, lock};
@@ -75,6 +75,8 @@ struct Shared {
     blocks: Vec<Vec<usize>>,
     /// Whether blocks stay gathered between the passes.
     keep: AtomicBool,
+    /// Whether the parameters of all ranks are on collective devices. The ranks have agreed on it.
+    on_devices: bool,
     state: Mutex<State>,
 }
 
@@ -139,11 +141,11 @@ impl GatherSteps {
         let all_shard = groups.replicas.world_size() == 1;
         let announcements = if all_shard { gathers.clone() } else { lane_group(&groups.main)? };
         let gatherer = Gatherer::new(lean(&gathers, usize::MAX)?, announcements);
+        let on_devices = !gatherer.lane.is_on_host();
         let engine = Some(Engine { gatherer, channel: Some(channel), history: History::default(), bounded });
         let state = State { engine, is_open: false, steps: 0, counts: GatherCounts::default(), progress: None };
-        let shared =
-            Shared { groups, model, places, blocks: positions, keep: AtomicBool::new(false), state: Mutex::new(state) };
-        Ok(GatherSteps { shared: Arc::new(shared) })
+        let (blocks, keep, state) = (positions, AtomicBool::new(false), Mutex::new(state));
+        Ok(GatherSteps { shared: Arc::new(Shared { groups, model, places, blocks, keep, on_devices, state }) })
     }
 
     /// Keeps blocks gathered from the forward pass to the backward pass (ZeRO-2). All ranks do.
@@ -170,6 +172,18 @@ impl GatherSteps {
     /// Whether a parameter stays gathered from the forward pass to the backward pass.
     pub fn stays(&self, position: usize) -> bool {
         self.shared.stays(self.shared.places[position].0)
+    }
+
+    /// Whether the ranks that have the same parts compare those that are trained, in the pass that is begun next.
+    pub fn comparison_is_due(&self, trained: &[bool]) -> bool {
+        let (Shared { groups, model, on_devices, .. }, state) = (&*self.shared, lock(&self.shared.state));
+        let bytes = |position: usize| {
+            model.layout.shape(position).iter().product::<usize>() * model.parameters[position].dtype.size()
+        };
+        let bytes = (0..trained.len()).filter(|position| trained[*position]).map(bytes).sum();
+        // Once in a step.
+        let is_first = state.progress.is_none();
+        groups.replicas.world_size() > 1 && is_first && comparison_is_due(state.steps, bytes, *on_devices)
     }
 
     /// Returns how often blocks were gathered in the last step.

@@ -6,8 +6,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::digest::{NOTHING, compare, digest};
-pub(crate) use self::digest::{comparison_is_due, difference};
+pub(crate) use self::digest::{Difference, Digest, comparison_is_due, difference};
+pub use self::digest::{Digested, NOTHING, compare, digest};
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{DType, Error, Group};
 
@@ -26,6 +26,11 @@ impl Parameter {
     /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Returns its name in errors.
+    pub(crate) fn quoted(&self) -> String {
+        format!("`{}`", self.path)
     }
 
     /// Returns the number of bytes.

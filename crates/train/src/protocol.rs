@@ -16,6 +16,8 @@ mod agreement;
 mod message;
 mod refusal;
 
+use std::collections::HashMap;
+
 use bytemuck::{Pod, Zeroable};
 
 pub(crate) use self::agreement::Agreement;
@@ -23,6 +25,8 @@ pub(crate) use self::message::{Exchanged, Reader, Writer};
 pub(crate) use self::refusal::failed;
 pub use self::refusal::{Problem, Refusal};
 use crate::bucket::Weighting;
+use crate::parameters::{Digested, Parameter, difference};
+use bonfire_core::{Error, Group};
 
 /// The name of a step in errors.
 pub(crate) const OPERATION: &str = "training step";
@@ -49,6 +53,8 @@ pub struct Header {
     pub(crate) compression: u64,
     /// What it does in the first pass, where the ranks run passes together.
     pub(crate) pass: PassKind,
+    /// Which part of the model it has. The digests of equal parts are compared.
+    pub(crate) part: u64,
 }
 
 /// What a rank does in a pass that the ranks run together.
@@ -85,6 +91,7 @@ struct HeaderWords {
     bucket_bytes: u64,
     compression: u64,
     pass: u64,
+    part: u64,
     /// The digest of the digests.
     digest: u64,
 }
@@ -107,6 +114,7 @@ impl Header {
             bucket_bytes: self.bucket_bytes,
             compression: self.compression,
             pass: self.pass.to_word(),
+            part: self.part,
             digest: self.digest(),
         };
         to.words(&words);
@@ -142,10 +150,19 @@ impl Header {
         if let Some(position) = trained.first_difference() {
             return Err(Refusal::Trained { position, with: trained.ranks_with(position), ranks: headers.len() });
         }
-        match self.digests.is_some() && differs(|header| header.digest).is_some() {
+        let mut firsts = HashMap::new();
+        let mut of_first = |header: &HeaderWords| *firsts.entry(header.part).or_insert(header.digest);
+        match self.digests.is_some() && headers.iter().any(|header| header.digest != of_first(header)) {
             true => Err(Refusal::Digests),
             false => Ok(headers.iter().map(|header| PassKind::from_word(header.pass)).collect()),
         }
+    }
+
+    /// Returns a text that names what differs, after [`Refusal::Digests`]. All ranks call it.
+    pub(crate) fn difference(&self, main: &Group, parameters: &[Parameter]) -> Result<Option<String>, Error> {
+        let digests = self.digests.as_deref().unwrap_or_default();
+        let own = Digested::named(self.part, parameters.iter().map(Parameter::quoted), digests);
+        difference(main, own, self.steps)
     }
 }
 

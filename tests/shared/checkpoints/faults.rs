@@ -10,7 +10,7 @@ use burn::optim::SgdConfig;
 
 use super::state::{start, step};
 use super::{loaded, saved};
-use crate::burn_version::{FullyShardedParallel, Linear, device};
+use crate::burn_version::{FullyShardedParallel, Linear, Tensor, device};
 
 /// Saves on two ranks, and fails. Returns the error, which is the same on both.
 fn fails(folder: &Path) -> Error {
@@ -125,6 +125,35 @@ fn a_state_of_parts_cannot_be_saved_alone() {
     });
     for error in errors {
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
-        assert!(error.to_string().contains("`model/weight` of rank 1 differs from rank 0's"), "{error}");
+        assert!(error.to_string().contains("of rank 1 differs from rank 0's, so what each rank saves"), "{error}");
     }
+}
+
+#[test]
+fn models_that_differ_in_one_element_of_many_are_not_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(3, |group| {
+        let mut linear: Linear = LinearConfig::new(256, 256).init(&device());
+        linear.weight = linear.weight.map(|weight| Tensor::ones_like(&weight));
+        linear.bias = linear.bias.map(|bias| bias.map(|bias| Tensor::zeros_like(&bias)));
+        let whole = linear.clone();
+        if group.rank() == 2 {
+            linear.weight = linear.weight.map(|weight| {
+                let last = Tensor::full([1, 1], 1.5, &device());
+                weight.slice_assign([255..256, 255..256], last)
+            });
+        }
+        let mut state = TrainingState::new(linear, SgdConfig::new().init(), 0.1, ());
+        let mut checkpoints = Checkpoints::new(&group, folder.path()).unwrap();
+        let error = checkpoints.save(&state).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("`model/weight` of rank 2 differs from rank 0's"), "{error}");
+        state.model = whole;
+        // A small one, which rank 0 alone would write.
+        if group.rank() == 1 {
+            state.model.bias = state.model.bias.map(|bias| bias.map(|bias| bias + 1.0));
+        }
+        let error = checkpoints.save(&state).unwrap_err();
+        assert!(error.to_string().contains("`model/bias` of rank 1 differs from rank 0's"), "{error}");
+    });
 }

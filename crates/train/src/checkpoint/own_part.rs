@@ -20,6 +20,8 @@ pub struct OwnPart {
     range: Range<usize>,
     /// Those of them that this rank saves.
     saved: Range<usize>,
+    /// Whether other ranks have the same part.
+    is_replicated: bool,
 }
 
 impl OwnPart {
@@ -40,7 +42,7 @@ impl OwnPart {
     fn of(whole: &[usize], shape: &[usize], range: Range<usize>, (replicas, replica): (usize, usize)) -> OwnPart {
         let share = partition(range.len(), replicas, replica);
         let saved = range.start + share.start..range.start + share.end;
-        OwnPart { whole: whole.to_vec(), shape: shape.to_vec(), range, saved }
+        OwnPart { whole: whole.to_vec(), shape: shape.to_vec(), range, saved, is_replicated: replicas > 1 }
     }
 
     /// Whether this rank saves what is not in parts. One of all ranks does.
@@ -49,13 +51,19 @@ impl OwnPart {
     }
 
     /// Adds this rank's share of a tensor of the part's shape. `read` passes the bytes of a range of the part on.
+    ///
+    /// # Errors
+    /// Those of [`Parts::add`] and of `read`.
     pub fn add(
         &self,
         parts: &mut Parts,
         name: String,
         dtype: Dtype,
-        read: impl FnOnce(Range<usize>, Sink<'_>) -> Result<(), Error> + Send + 'static,
+        read: impl Fn(Range<usize>, Sink<'_>) -> Result<(), Error> + Send + 'static,
     ) -> Result<(), Error> {
+        if self.is_replicated {
+            parts.compare(&name, self.range.start, |sink| read(0..self.range.len(), sink))?;
+        }
         let own = self.saved.start - self.range.start..self.saved.end - self.range.start;
         parts.add(name, dtype, &self.whole, self.saved.clone(), Box::new(move |sink| read(own, sink)))
     }

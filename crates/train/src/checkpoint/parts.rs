@@ -3,19 +3,14 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 use super::SAVING;
 use super::format::{Dtype, Part, ReadBytes, Sink, elements, width};
 use super::scalar::Scalar;
-use crate::parameters::digest;
+use crate::parameters::{Difference, Digest, Digested};
 use bonfire_core::{Error, partition};
 
 /// Tensors that are the same on all ranks are cut into parts from this number of bytes on. Smaller ones are rank 0's.
 const CUT_FROM: usize = 64 << 10;
-
-/// Elements of such a tensor by which the ranks compare what each of them has.
-const SAMPLE: usize = 1024;
 
 /// The parts of one rank.
 pub struct Parts {
@@ -23,30 +18,40 @@ pub struct Parts {
     world_size: usize,
     names: HashSet<String>,
     list: Vec<Part>,
-    samples: Vec<Sample>,
-}
-
-/// The digest of the first elements of a tensor that should be the same on all ranks.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Sample {
-    name: String,
-    digest: u64,
+    /// What other ranks have too.
+    digests: Vec<Digested>,
 }
 
 impl Parts {
     /// The parts of a rank that has added none.
     pub fn new(rank: usize, world_size: usize) -> Parts {
-        Parts { rank, world_size, names: HashSet::new(), list: Vec::new(), samples: Vec::new() }
+        Parts { rank, world_size, names: HashSet::new(), list: Vec::new(), digests: Vec::new() }
     }
 
     pub(super) fn rank(&self) -> usize {
         self.rank
     }
 
-    pub(super) fn into_list(mut self) -> (Vec<Part>, Vec<Sample>) {
+    pub(super) fn into_list(mut self) -> (Vec<Part>, Vec<Digested>) {
         // An optimizer lists its states in another order on each rank.
-        self.samples.sort_by(|one, other| one.name.cmp(&other.name));
-        (self.list, self.samples)
+        self.digests.sort_by(|one, other| one.what.cmp(&other.what));
+        (self.list, self.digests)
+    }
+
+    /// Reads elements that other ranks must have, too: `part` says which of the tensor they are.
+    pub(super) fn compare(
+        &mut self,
+        name: &str,
+        part: usize,
+        read: impl FnOnce(Sink<'_>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut digest = Digest::default();
+        read(&mut |bytes| {
+            digest.add(bytes);
+            Ok(())
+        })?;
+        self.digests.push(Digested { what: format!("`{name}`"), part: part as u64, digest: digest.finish() });
+        Ok(())
     }
 
     /// Adds a range of a tensor that only this rank, or only some ranks, hold. The ranges of all ranks together must
@@ -84,13 +89,10 @@ impl Parts {
         read: impl Fn(Range<usize>, Sink<'_>) -> Result<(), Error> + Send + 'static,
     ) -> Result<(), Error> {
         let len = elements(shape).unwrap_or(0);
+        if self.world_size > 1 {
+            self.compare(&name, 0, |sink| read(0..len, sink))?;
+        }
         let range = if len.saturating_mul(width(dtype)) >= CUT_FROM {
-            let mut sample = Vec::new();
-            read(0..len.min(SAMPLE), &mut |bytes| {
-                sample.extend_from_slice(bytes);
-                Ok(())
-            })?;
-            self.samples.push(Sample { name: name.clone(), digest: digest(&sample) });
             partition(len, self.world_size, self.rank)
         } else if self.rank == 0 {
             0..len
@@ -119,15 +121,16 @@ impl Parts {
     /// # Errors
     /// Those of [`add`](Self::add).
     pub fn add_scalar(&mut self, name: String, scalar: Scalar) -> Result<(), Error> {
-        match self.rank {
-            0 => self.add_own_scalar(name, scalar),
-            _ => Ok(()),
-        }
+        self.add_scalar_of(name, scalar, self.rank == 0)
     }
 
-    /// Adds a number that only this rank adds.
-    pub(super) fn add_own_scalar(&mut self, name: String, scalar: Scalar) -> Result<(), Error> {
+    /// Adds a number that is the same on all ranks, of which one saves it.
+    pub(super) fn add_scalar_of(&mut self, name: String, scalar: Scalar, saves: bool) -> Result<(), Error> {
         let (dtype, bytes) = scalar.to_bytes();
+        self.compare(&name, 0, |sink| sink(&bytes))?;
+        if !saves {
+            return Ok(());
+        }
         self.add(name, dtype, &[], 0..1, Box::new(move |sink| sink(&bytes)))
     }
 
@@ -140,20 +143,15 @@ impl Parts {
     }
 }
 
-/// Fails if the ranks have different tensors, of which each would write a part.
-pub(super) fn check_samples(of_ranks: &[Vec<Sample>]) -> Result<(), Error> {
-    for (rank, samples) in of_ranks.iter().enumerate() {
-        let pairs = samples.iter().zip(&of_ranks[0]);
-        let Some((own, _)) = pairs.into_iter().find(|(own, first)| own != first) else { continue };
-        let reason = format!(
-            "`{}` of rank {rank} differs from rank 0's, so the ranks' parts do not fit together; save a fully sharded \
-             model as a pair with its `FullyShardedParallel`, and make replicas equal before: `verify` and \
-             `average_states` tell more",
-            own.name
-        );
-        return Err(Error::argument(SAVING, reason));
-    }
-    Ok(())
+/// Fails if ranks have different values of what should be the same.
+pub(super) fn check_equal(of_ranks: &[Vec<Digested>]) -> Result<(), Error> {
+    let Some(difference) = Difference::of(of_ranks) else { return Ok(()) };
+    let reason = format!(
+        "{difference}, so what each rank saves does not fit together; save a fully sharded model as a pair with its \
+         `FullyShardedParallel`, average running statistics with `average_states` before, and find out with `verify` \
+         since when the ranks differ"
+    );
+    Err(Error::argument(SAVING, reason))
 }
 
 /// Describes a tensor in an error.

@@ -69,8 +69,7 @@ impl Parts {
         for (field, value) in fields {
             let field_name = format!("{name}/{field}");
             match (value, part) {
-                (Field::Scalar(scalar), _) if leads => self.add_own_scalar(field_name, scalar)?,
-                (Field::Scalar(_), _) => {}
+                (Field::Scalar(scalar), _) => self.add_scalar_of(field_name, scalar, leads)?,
                 (Field::Tensor(StateTensor { dtype, shape, read }), None) => {
                     self.add_replicated(field_name, dtype, &shape, read)?;
                 }

@@ -4,8 +4,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::pass::{Parts, Pass as Running, Value};
-use super::{GatherCounts, GatherSteps, OPERATION};
+use super::{GatherCounts, GatherSteps, OPERATION, Shared};
 use crate::lane::Tensor;
+use crate::parameters::{Digested, Parameter, compare};
 use crate::protocol::{self, Agreement, Header, PassKind, Problem, Reader, Refusal, Trailer, Trailers, Weight, Writer};
 use crate::step::{Decided, Outcome, Pass, Sums};
 use bonfire_core::Error;
@@ -102,8 +103,11 @@ impl GatherSteps {
             });
         };
         state.is_open = true;
-        (header.steps, header.pass) = (state.steps, kind);
-        if state.progress.is_none() {
+        (header.steps, header.pass, header.part) = (state.steps, kind, shared.groups.shards.rank() as u64);
+        if state.progress.is_some() {
+            // They were compared in the first pass.
+            header.digests = None;
+        } else {
             state.counts = GatherCounts::default();
             let (sums, exists) = (Sums::new(shared.model.clone()), vec![false; parts.len()]);
             let needed = vec![false; shared.blocks.len()];
@@ -140,9 +144,20 @@ impl GatherSteps {
             }
             Err(refusal) => {
                 state.progress = None;
-                Ok(Err(refusal))
+                drop(state);
+                self.explained(&pass.agreement.header, refusal).map(Err)
             }
         }
+    }
+
+    /// Finds out what the headers do not say about a refusal. All ranks call it.
+    fn explained(&self, header: &Header, refusal: Refusal) -> Result<Refusal, Error> {
+        let Shared { groups, model, .. } = &*self.shared;
+        let reason = match refusal {
+            Refusal::Digests => header.difference(&groups.main, &model.parameters)?,
+            _ => None,
+        };
+        Ok(reason.map_or(refusal, Refusal::Explained))
     }
 
     /// Ends a step after this rank's last pass, in which the ranks did what `kinds` says: serves the passes of the
@@ -193,6 +208,21 @@ impl GatherSteps {
             let complete = |position: &usize| trailers.everywhere[*position] || !trained[*position];
             engine.history.complete = self.shared.blocks.iter().map(|block| block.iter().all(complete)).collect();
         }
+    }
+
+    /// Compares the parts of ranks that have the same: `digests` are those of this rank by position. All ranks must call
+    /// it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if they differ: it names the first part that does. Otherwise those of
+    /// [`Group::all_gather`](bonfire_core::Group::all_gather).
+    #[track_caller]
+    pub fn compare(&self, operation: &str, digests: &[u64]) -> Result<(), Error> {
+        let Shared { groups, model, state, .. } = &*self.shared;
+        let names = model.parameters.iter().map(Parameter::quoted);
+        let own = Digested::named(groups.shards.rank() as u64, names, digests);
+        let steps = lock(state).steps;
+        compare(&groups.main, operation, own, steps)
     }
 
     /// Returns the whole parameters, by position, of parts that all ranks give. All ranks must call it.
