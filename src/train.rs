@@ -24,7 +24,7 @@
 //!     let mut optimizer = SgdConfig::new().init();
 //!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
 //!     for epoch in 0..2 {
-//!         for shard in sampler.epoch(epoch) {
+//!         for shard in sampler.epoch(epoch)? {
 //!             let input = Tensor::<B, 2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
 //!             let gradients = ddp.run(&model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
 //!             model = optimizer.step(0.1, model, gradients);

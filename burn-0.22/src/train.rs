@@ -11,7 +11,7 @@
 //!     let (mut model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init(&device))?;
 //!     let mut optimizer = AdamConfig::new().init();
 //!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?.seed(7).drop_last();
-//!     for shard in sampler.epoch(0) {
+//!     for shard in sampler.epoch(0)? {
 //!         let batch = Tensor::<2>::ones([shard.len(), 2], &device);
 //!         let gradients = ddp.run(&model, [batch], |model, input| (model.forward(input).mean(), shard.len()))?;
 //!         model = optimizer.step(1e-3, model, gradients);

@@ -178,7 +178,7 @@ fn step(state: &mut State, parallel: &Parallel, args: &Args) -> Result<(), Error
         Parallel::Replicas(ddp) => ddp.run(&state.model, [input], loss)?,
         Parallel::Parts(fsdp) => fsdp.run(&state.model, [input], loss)?.for_optimizer(&state.optimizer)?,
     };
-    state.step(gradients);
+    state.step(gradients, 1);
     Ok(())
 }
 

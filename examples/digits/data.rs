@@ -25,7 +25,7 @@ impl Digits {
         let rows: Vec<_> =
             BufReader::new(GzDecoder::new(&file[..])).lines().map(|line| parse(&line?)).collect::<io::Result<_>>()?;
         let order: Vec<usize> =
-            ShardedSampler::new(&Group::threads(1)?[0], rows.len(), 1)?.epoch(0).flatten().collect();
+            ShardedSampler::new(&Group::threads(1)?[0], rows.len(), 1)?.epoch(0)?.flatten().collect();
         let (test, train) = order.split_at(TEST);
         Ok((Digits::of(&rows, train), Digits::of(&rows, test)))
     }

@@ -1,7 +1,6 @@
 //! A rank's way through an epoch.
 
 use std::io::{self, Write};
-use std::iter::Skip;
 use std::time::Instant;
 
 use bonfire::train::Epoch;
@@ -15,7 +14,7 @@ use crate::job::TrainingJob;
 pub struct Progress {
     pub sampler: ShardedSampler,
     /// This rank's remaining shards of the epoch's batches.
-    pub shards: Skip<Epoch>,
+    pub shards: Epoch,
     bar: ProgressBar,
     /// Start and metrics of this epoch, on this rank.
     clock: Instant,
@@ -25,17 +24,24 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Begins this epoch with this batch.
-    pub fn new(job: &TrainingJob<'_>, group: &Group, epoch: usize, batch: usize) -> Result<Self, Failure> {
+    /// Begins this epoch behind its first samples.
+    pub fn new(job: &TrainingJob<'_>, group: &Group, epoch: usize, samples: usize) -> Result<Self, Failure> {
         let sampler = job.sampler(group)?;
-        let (shards, bar) = (sampler.epoch(epoch).skip(batch), progress_bar(group, &sampler, batch));
+        let shards = sampler.epoch(epoch)?.after(samples);
+        let bar = progress_bar(group, &sampler, shards.len());
         Ok(Progress { sampler, shards, bar, clock: Instant::now(), seen: 0, losses: 0.0, right: 0.0 })
     }
 
-    /// Goes on with this batch on the ranks of another group. What was measured remains.
-    pub fn resume(&mut self, job: &TrainingJob<'_>, group: &Group, epoch: usize, batch: usize) -> Result<(), Failure> {
+    /// Goes on on the ranks of another group. What was measured remains.
+    pub fn resume(
+        &mut self,
+        job: &TrainingJob<'_>,
+        group: &Group,
+        epoch: usize,
+        samples: usize,
+    ) -> Result<(), Failure> {
         let Progress { clock, seen, losses, right, .. } = *self;
-        *self = Progress { clock, seen, losses, right, ..Progress::new(job, group, epoch, batch)? };
+        *self = Progress { clock, seen, losses, right, ..Progress::new(job, group, epoch, samples)? };
         Ok(())
     }
 
@@ -81,14 +87,14 @@ pub fn report_test(accuracy: f64, part_bytes: Option<usize>) -> io::Result<()> {
     writeln!(out, "test accuracy: {:.1} %", 100.0 * accuracy)
 }
 
-/// Returns a progress bar for rank 0's terminal, and a hidden one on other ranks.
-fn progress_bar(group: &Group, sampler: &ShardedSampler, batch: usize) -> ProgressBar {
+/// Returns a progress bar for rank 0's terminal, and a hidden one on other ranks. `left` batches are to come.
+fn progress_bar(group: &Group, sampler: &ShardedSampler, left: usize) -> ProgressBar {
     if group.rank() != 0 {
         return ProgressBar::hidden();
     }
     let style = ProgressStyle::with_template("{bar:40} step {pos}/{len}, {eta} left in this epoch");
     let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(sampler.batches() as u64).with_style(style);
-    bar.set_position(batch as u64);
+    bar.set_position((sampler.batches() - left) as u64);
     bar
 }

@@ -56,11 +56,11 @@ impl TrainingJob<'_> {
         }
         let checkpoints = self.checkpoints(&group)?;
         let resumed = state.epoch;
-        let (progress, outcome) = (Progress::new(self, &group, resumed, state.batch)?, Outcome::default());
+        let (progress, outcome) = (Progress::new(self, &group, resumed, state.samples)?, Outcome::default());
         let mut training = Training { state, sharded, ddp, checkpoints, progress, outcome };
         loop {
-            let middle = training.progress.sampler.batches() / 2;
-            let chaos_step = training.state.epoch == resumed + 1 && training.state.batch == middle;
+            let middle = training.progress.sampler.batches() / 2 * self.settings.batch;
+            let chaos_step = training.state.epoch == resumed + 1 && training.state.samples == middle;
             if chaos_step && self.chaos == Some(identity) {
                 self.kill_self(identity)?;
                 return Ok(training.outcome);
@@ -114,12 +114,12 @@ impl TrainingJob<'_> {
         match sharded {
             None => {
                 let gradients = ddp.run(&state.model, [batch], run)?;
-                state.step(gradients);
+                state.step(gradients, self.settings.batch);
             }
             Some(optimizer) => {
                 let parts = optimizer.run(&state.model, [batch], run)?;
                 optimizer.step(self.settings.lr, &mut state.model, parts)?;
-                state.batch += 1;
+                state.samples += self.settings.batch;
             }
         }
         if let Some((scores, labels, loss)) = output {
@@ -169,15 +169,16 @@ impl TrainingJob<'_> {
         // The batch norms refer to the old group.
         state.model = Network::new(&group, device).load_record(state.model.clone().into_record());
         if group.rank() == 0 {
-            let (ranks, batch, epoch) = (group.world_size(), state.batch, state.epoch + 1);
-            eprintln!("{cause}\n{ranks} ranks continue from step {batch} of epoch {epoch}");
+            let (ranks, epoch) = (group.world_size(), state.epoch + 1);
+            let step = state.samples / self.settings.batch;
+            eprintln!("{cause}\n{ranks} ranks continue from step {step} of epoch {epoch}");
         }
         training.checkpoints = self.checkpoints(&group)?;
         if state.epoch == epoch {
-            progress.resume(self, &group, epoch, state.batch)?;
+            progress.resume(self, &group, epoch, state.samples)?;
         } else {
             // The others had ended the epoch.
-            *progress = Progress::new(self, &group, state.epoch, state.batch)?;
+            *progress = Progress::new(self, &group, state.epoch, state.samples)?;
         }
         Ok(())
     }

@@ -58,8 +58,15 @@ impl<B: AutodiffBackend> Form<B> {
         Ok((model, form))
     }
 
-    /// Trains on this rank's sequences of a batch. Returns the mean loss over all ranks.
-    pub fn step(&mut self, state: &mut State<B>, batch: [Tensor<B, 2, Int>; 2], samples: usize) -> Result<f64, Error> {
+    /// Trains on this rank's sequences of a batch, of which all ranks together have `all`. Returns the mean loss over
+    /// all ranks.
+    pub fn step(
+        &mut self,
+        state: &mut State<B>,
+        batch: [Tensor<B, 2, Int>; 2],
+        samples: usize,
+        all: usize,
+    ) -> Result<f64, Error> {
         let mut loss = None;
         let run = |model: &LanguageModel<B>, [input, targets]: [Tensor<B, 2, Int>; 2]| {
             let own = model.loss(input, targets);
@@ -69,16 +76,16 @@ impl<B: AutodiffBackend> Form<B> {
         match self {
             Form::Replicas(ddp) => {
                 let gradients = ddp.run(&state.model, [batch], run)?;
-                state.step(gradients);
+                state.step(gradients, all);
             }
             Form::Optimizer(_, optimizer) => {
                 let parts = optimizer.run(&state.model, [batch], run)?;
                 optimizer.step(state.scheduler.step(), &mut state.model, parts)?;
-                state.batch += 1;
+                state.samples += all;
             }
             Form::Parts(parallel) => {
                 let parts = parallel.run(&state.model, [batch], run)?;
-                state.step(parts.for_optimizer(&state.optimizer)?);
+                state.step(parts.for_optimizer(&state.optimizer)?, all);
             }
         }
         self.mean(loss.map_or(0.0, |loss| loss.into_scalar().elem()), samples)

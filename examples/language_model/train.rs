@@ -73,14 +73,16 @@ impl TrainingJob<'_> {
         let sampler = ShardedSampler::new(&group, sequences(&self.text.train), self.settings.batch)?;
         let sampler = sampler.seed(self.settings.seed).drop_last();
         let (batches, start) = (sampler.batches(), Instant::now());
-        let first = state.epoch * batches + state.batch;
+        let batch = self.settings.batch;
+        let first = state.epoch * batches + state.samples / batch;
+        let mut shards = sampler.epoch(state.epoch)?.after(state.samples);
         for step in first..self.steps {
-            if state.batch == batches {
+            if shards.len() == 0 {
                 state.next_epoch();
+                shards = sampler.epoch(state.epoch)?;
             }
-            // An epoch is shuffled in a millisecond.
-            let shard = sampler.epoch(state.epoch).nth(state.batch).ok_or("the text is too short")?;
-            let loss = form.step(&mut state, tensors(&self.text.train, &shard, device), shard.len())?;
+            let shard = shards.next().ok_or("the text is too short")?;
+            let loss = form.step(&mut state, tensors(&self.text.train, &shard, device), shard.len(), batch)?;
             outcome.losses.push(loss);
             let last = step + 1 == self.steps;
             if let Some(checkpoints) =
@@ -89,7 +91,7 @@ impl TrainingJob<'_> {
                 form.save_in_background(&state, checkpoints)?;
             }
             if self.report && group.rank() == 0 && (last || (step + 1).is_multiple_of((self.steps / 10).max(1))) {
-                let trained = (step + 1 - first) * self.settings.batch * CONTEXT;
+                let trained = (step + 1 - first) * batch * CONTEXT;
                 let rate = trained as f64 / start.elapsed().as_secs_f64();
                 writeln!(io::stdout(), "step {}/{}: loss {loss:.4}, {rate:.0} tokens/s", step + 1, self.steps)?;
             }

@@ -66,14 +66,15 @@ pub fn measure(
     mut step: impl FnMut(Exchange, &[usize]) -> Result<(), Error>,
 ) -> Result<(), Failure> {
     let sampler = ShardedSampler::new(group, digits.len(), args.batch.into())?.drop_last();
-    let mut shards = (0..).flat_map(|epoch| sampler.epoch(epoch));
+    let shards: Vec<_> = sampler.epoch(0)?.collect();
+    let mut shards = shards.iter().cycle();
     let mut median = |exchange: Exchange| {
         let mut times = Vec::new();
         for round in 0..2 + args.steps {
             let Some(shard) = shards.next() else { break };
             group.barrier()?;
             let start = Instant::now();
-            step(exchange, &shard)?;
+            step(exchange, shard)?;
             if round >= 2 {
                 times.push(start.elapsed().as_secs_f64());
             }

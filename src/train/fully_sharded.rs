@@ -278,8 +278,9 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// all blocks are gathered.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, if ranks that have the same parts
-    /// differ in them, or while a pass is open; the group remains usable. Otherwise the errors of [`Group::all_gather`].
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, if ranks that have the same
+    /// parts differ in them, or while a pass is open; the group remains usable. Otherwise the errors of
+    /// [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: AutodiffModule<B>>(&self, model: &M) -> Result<M, Error> {
         let parts = all_or_none(self.group(), self.own_parts("gather", model))?;

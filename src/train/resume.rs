@@ -69,18 +69,18 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// brings all of them to the same state.
     ///
     /// Ranks may have failed in the same step or in two consecutive ones, so some ranks may be one step ahead. All
-    /// ranks take over the state of the lowest rank among those that are furthest, by epoch and batch: model, parameter
-    /// ids, optimizer, scheduler and all else that [`TrainingState`](crate::TrainingState) holds. Ranks that are lost
-    /// during this call are left out too.
+    /// ranks take over the state of the lowest rank among those that are furthest, by epoch and samples: model,
+    /// parameter ids, optimizer, scheduler and all else that [`TrainingState`](crate::TrainingState) holds. Ranks that
+    /// are lost during this call are left out too.
     ///
     /// Call it on every remaining rank. The gradients of each successful step must have been applied with
     /// [`TrainingState::step`](crate::TrainingState::step) before anything else was done. Afterwards
-    /// [`epoch`](crate::TrainingState::epoch) and [`batch`](crate::TrainingState::batch) are the position in the data,
-    /// the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group. What a
-    /// program does next must follow from the state alone, since some ranks may have been further than others. After
-    /// the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails: otherwise
-    /// a rank that ends first can leave others a step behind.
+    /// [`epoch`](crate::TrainingState::epoch) and [`samples`](crate::TrainingState::samples) are the position in the
+    /// data, the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers
+    /// such as [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
+    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
+    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
+    /// otherwise a rank that ends first can leave others a step behind.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};
@@ -96,10 +96,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// 'training: while state.epoch < 3 {
     ///     // Batches do not depend on the number of ranks, so the ones already used can be skipped.
     ///     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
-    ///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
+    ///     for shard in sampler.epoch(state.epoch)?.after(state.samples) {
     ///         let input = Tensor::<B, 2>::ones([shard.len(), 2], &device);
     ///         match ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len())) {
-    ///             Ok(gradients) => state.step(gradients),
+    ///             Ok(gradients) => state.step(gradients, 16),
     ///             Err(Error::PeerLost { .. } | Error::Disconnected { .. }) => {
     ///                 ddp.shrink(&mut state)?;
     ///                 continue 'training;
@@ -140,7 +140,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Brings all ranks to the state of the lowest rank among those that are furthest.
     fn catch_up<T: AnyState<Backend = B>>(&mut self, state: &mut T) -> Result<(), Error> {
         let own = state.state();
-        let leader = furthest(self.group(), [own.epoch as u64, own.batch as u64])?;
+        let leader = furthest(self.group(), [own.epoch as u64, own.samples as u64])?;
         self.take_over(state, leader)
     }
 

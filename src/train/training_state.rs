@@ -21,7 +21,7 @@ use bonfire_train::checkpoint::SAVING;
 use bonfire_train::parameters::{Description, first_difference};
 
 /// Identifies the format and its version.
-const FORMAT: &[u8] = b"bonfire training 1\n";
+const FORMAT: &[u8] = b"bonfire training 2\n";
 
 /// Everything that a training carries from step to step.
 ///
@@ -45,10 +45,10 @@ const FORMAT: &[u8] = b"bonfire training 1\n";
 /// let mut state = TrainingState::new(model, AdamConfig::new().init(), schedule, ());
 /// let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
 /// while state.epoch < 2 {
-///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
+///     for shard in sampler.epoch(state.epoch)?.after(state.samples) {
 ///         let input = Tensor::<B, 2>::ones([shard.len(), 2], &device);
 ///         let gradients = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
-///         state.step(gradients);
+///         state.step(gradients, 16);
 ///     }
 ///     state.next_epoch();
 /// }
@@ -66,8 +66,9 @@ pub struct TrainingState<B: AutodiffBackend, M: AutodiffModule<B>, O, S, U = ()>
     pub average: Option<M::InnerModule>,
     /// The number of completed epochs.
     pub epoch: usize,
-    /// The number of global batches of this epoch that were used.
-    pub batch: usize,
+    /// The samples of this epoch that were used, by all ranks together: a position that does not depend on the size of
+    /// batches. It may be more than there are, behind a last batch that is smaller.
+    pub samples: usize,
     /// All else: numbers, texts, tensors of the backend's own element types, tuples and vectors of these, and structs
     /// with `#[derive(Record)]`. `()` for nothing.
     pub user: U,
@@ -83,21 +84,21 @@ where
 {
     /// Makes the state at the start of a training.
     pub fn new(model: M, optimizer: O, scheduler: S, user: U) -> Self {
-        TrainingState { model, optimizer, scheduler, average: None, epoch: 0, batch: 0, user }
+        TrainingState { model, optimizer, scheduler, average: None, epoch: 0, samples: 0, user }
     }
 
-    /// Updates the model with the gradients that a step has returned, at the scheduler's next learning rate, and counts
-    /// a batch. If the step had passes over several batches, add the others to [`batch`](Self::batch).
-    pub fn step(&mut self, grads: GradientsParams) {
+    /// Updates the model with the gradients that a step has returned, at the scheduler's next learning rate. `samples`
+    /// is what all ranks together have used of the epoch in it: the size of a batch, of all its passes.
+    pub fn step(&mut self, grads: GradientsParams, samples: usize) {
         let rate = self.scheduler.step();
         self.model = self.optimizer.step(rate, self.model.clone(), grads);
-        self.batch += 1;
+        self.samples += samples;
     }
 
     /// Counts an epoch, and begins the next one with its first batch.
     pub fn next_epoch(&mut self) {
         self.epoch += 1;
-        self.batch = 0;
+        self.samples = 0;
     }
 
     /// Returns the state as bytes, made of burn's records, for [`DataParallel::resume`](crate::DataParallel::resume).
@@ -137,7 +138,7 @@ where
     /// Returns the record of all but the model.
     pub(super) fn record_rest(&self) -> Result<Rest, Error> {
         let (optimizer, scheduler) = (self.optimizer.to_record(), self.scheduler.to_record::<B>());
-        let position = (self.epoch as u64, self.batch as u64);
+        let position = (self.epoch as u64, self.samples as u64);
         let average = self.average.clone().map(|average| record_module(M::from_inner(average).valid()));
         let record = record::<B, _>((optimizer, scheduler, self.user.clone(), position))?;
         Ok(Rest { record, average: average.transpose()? })
@@ -156,7 +157,7 @@ where
             optimizer: self.optimizer.clone().load_record(optimizer),
             scheduler: self.scheduler.clone().load_record::<B>(scheduler),
             epoch: position.0 as usize,
-            batch: position.1 as usize,
+            samples: position.1 as usize,
             user,
         })
     }
@@ -230,7 +231,7 @@ where
     }
 
     fn stepped_record(&self) -> LateRecord {
-        let (optimizer, model, position) = (self.optimizer.clone(), self.model.clone(), (self.epoch, self.batch));
+        let (optimizer, model, position) = (self.optimizer.clone(), self.model.clone(), (self.epoch, self.samples));
         Box::new(move || {
             let record = record_compact::<B, _>(optimizer.to_record())?;
             if position != (0, 0) && record == NO_STATES && keeps_states(optimizer, model)? {
@@ -263,7 +264,7 @@ where
     Ok(record_compact::<B, _>(optimizer.to_record())? != NO_STATES)
 }
 
-/// What [`Rest::record`] contains: optimizer, scheduler, the user's state, epoch and batch.
+/// What [`Rest::record`] contains: optimizer, scheduler, the user's state, epoch and samples.
 type RestRecord<B, M, O, S, U> = (<O as Optimizer<M, B>>::Record, <S as LrScheduler>::Record<B>, U, (u64, u64));
 
 /// A recorded [`TrainingState`] without its model.

@@ -61,8 +61,8 @@ fn an_optimizer_of_another_form_is_saved_whole() {
                 let loss = state.model.forward(input).powi_scalar(2).mean();
                 let grads = GradientsParams::from_grads(loss.backward(), &state.model);
                 let grads = ddp.sync(&state.model, grads, 1).unwrap();
-                state.step(grads);
-                if !resume && state.batch == 2 {
+                state.step(grads, 1);
+                if !resume && state.samples == 2 {
                     checkpoints.save(&state).unwrap();
                 }
             }

@@ -50,10 +50,20 @@ fn loss(net: &Net, step: usize, rows: Range<usize>) -> Tensor<1> {
     (output - elements(2, step + 1000)).powf_scalar(2.0).mean()
 }
 
-/// The rows of a rank in a step: batches of seven, so ranks differ.
-fn rows(group: &Group, step: usize) -> Range<usize> {
-    let own = bonfire::partition(7, group.world_size(), group.rank());
-    7 * step + own.start..7 * step + own.end
+/// Rows of a step, so that ranks differ in their number.
+const BATCH: usize = 7;
+
+/// The rows of a rank in a step that begins with this one.
+fn rows(group: &Group, first: usize) -> Range<usize> {
+    let own = bonfire::partition(BATCH, group.world_size(), group.rank());
+    first + own.start..first + own.end
+}
+
+/// What a program does with the position in a set of the first format, which counts batches.
+fn in_samples(position: &mut usize) {
+    if *position == STEPS[0] {
+        *position *= BATCH;
+    }
 }
 
 /// How a training is spread over the ranks.
@@ -80,11 +90,12 @@ macro_rules! train {
                 let (model, ddp) = DataParallel::new(group.clone(), net()).unwrap();
                 let mut state = new(model);
                 load.inspect(|folder| assert!(checkpoints(folder).load(&mut state).unwrap()));
-                while state.batch < $end {
-                    let own = rows(&group, state.batch);
-                    let batch = [(state.batch, own.clone())];
+                in_samples(&mut state.samples);
+                while state.samples < $end * BATCH {
+                    let own = rows(&group, state.samples);
+                    let batch = [(state.samples / BATCH, own.clone())];
                     let grads = ddp.run(&state.model, batch, |net, (step, rows)| (loss(net, step, rows), own.len()));
-                    state.step(grads.unwrap());
+                    state.step(grads.unwrap(), BATCH);
                 }
                 save.inspect(|folder| checkpoints(folder).save(&state).unwrap());
                 of_whole(&state.model)
@@ -94,14 +105,15 @@ macro_rules! train {
                 let mut optimizer = ShardedOptimizer::new(&ddp, $optimizer.init(), Sharding::All).unwrap();
                 let mut state = new(model);
                 load.inspect(|folder| assert!(checkpoints(folder).load((&mut state, &mut optimizer)).unwrap()));
-                while state.batch < $end {
-                    let own = rows(&group, state.batch);
-                    let batch = [(state.batch, own.clone())];
+                in_samples(&mut state.samples);
+                while state.samples < $end * BATCH {
+                    let own = rows(&group, state.samples);
+                    let batch = [(state.samples / BATCH, own.clone())];
                     let parts = optimizer
                         .run(&state.model, batch, |net, (step, rows)| (loss(net, step, rows), own.len()))
                         .unwrap();
                     optimizer.step(state.scheduler.step(), &mut state.model, parts).unwrap();
-                    state.batch += 1;
+                    state.samples += BATCH;
                 }
                 save.inspect(|folder| checkpoints(folder).save((&state, &optimizer)).unwrap());
                 of_whole(&state.model)
@@ -110,12 +122,13 @@ macro_rules! train {
                 let (model, fsdp) = FullyShardedParallel::new(group.clone(), net()).unwrap();
                 let mut state = new(model);
                 load.inspect(|folder| assert!(checkpoints(folder).load((&mut state, &fsdp)).unwrap()));
-                while state.batch < $end {
-                    let own = rows(&group, state.batch);
-                    let batch = [(state.batch, own.clone())];
+                in_samples(&mut state.samples);
+                while state.samples < $end * BATCH {
+                    let own = rows(&group, state.samples);
+                    let batch = [(state.samples / BATCH, own.clone())];
                     let parts =
                         fsdp.run(&state.model, batch, |net, (step, rows)| (loss(net, step, rows), own.len())).unwrap();
-                    state.step(parts.for_optimizer(&state.optimizer).unwrap());
+                    state.step(parts.for_optimizer(&state.optimizer).unwrap(), BATCH);
                 }
                 save.inspect(|folder| checkpoints(folder).save((&state, &fsdp)).unwrap());
                 of_whole(&fsdp.gather(&state.model).unwrap())

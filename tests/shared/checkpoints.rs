@@ -146,16 +146,16 @@ fn the_next_call_returns_the_error_of_a_save_in_the_background() {
 }
 
 #[test]
-fn ranks_at_different_batches_do_not_save() {
+fn ranks_at_different_samples_do_not_save() {
     let folder = tempfile::tempdir().unwrap();
     ranks(3, |group| {
         let rank = group.rank();
         let (mut state, ddp) = start(group, 2);
         let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
-        state.batch += rank / 2;
+        state.samples += rank / 2;
         let error = checkpoints.save(&state).unwrap_err().to_string();
-        assert!(error.contains("rank 0 is at epoch 0, batch 0, rank 2 at epoch 0, batch 1; save on all"), "{error}");
-        state.batch = 0;
+        assert!(error.contains("rank 0 is at epoch 0, sample 0, rank 2 at epoch 0, sample 1; save on all"), "{error}");
+        state.samples = 0;
         checkpoints.save(&state).unwrap();
     });
 }
@@ -233,7 +233,7 @@ fn a_state_of_another_kind_is_an_error_on_all_ranks() {
                 let error = checkpoints.load(&mut state).unwrap_err();
                 assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
                 assert!(error.to_string().contains($expected), "{error}");
-                assert_eq!(state.batch, 0);
+                assert_eq!(state.samples, 0);
             });
         };
     }
@@ -275,14 +275,14 @@ fn a_state_that_burn_would_round_is_refused() {
         let saved = state.model.weight.to_data();
         let input = Tensor::<2>::ones([1, 3], options);
         let grads = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), 1)).unwrap();
-        state.step(grads);
+        state.step(grads, 1);
         let error = checkpoints.save(&state).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         let [begin, end] = ["`weight` is F64, and burn loads an optimizer's state in the ", "float type"];
         assert!(error.to_string().contains(begin) && error.to_string().contains(end), "{error}");
         // The set before is still there.
         assert!(checkpoints.load(&mut state).unwrap());
-        assert_eq!((state.batch, state.model.weight.to_data()), (0, saved));
+        assert_eq!((state.samples, state.model.weight.to_data()), (0, saved));
     });
 }
 
@@ -295,14 +295,14 @@ fn an_optimizer_that_has_made_no_step_is_not_saved() {
         let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
         // An optimizer without states may have made its steps, and at the start none has.
         let mut stateless = TrainingState::new(model.clone(), stateless::<Net>(), 0.1, ());
-        stateless.batch = 1;
+        stateless.samples = 1;
         checkpoints.save(&stateless).unwrap();
         let mut state = TrainingState::new(model, AdamConfig::new().init(), 0.1, ());
         checkpoints.save(&state).unwrap();
         let input = || Tensor::<2>::ones([1, 3], &device());
         let parts = sharded.run(&state.model, [input()], |model, input| (model.forward(input).mean(), 1)).unwrap();
         sharded.step(0.1, &mut state.model, parts).unwrap();
-        state.batch += 1;
+        state.samples += 1;
         let error = checkpoints.save(&state).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         assert!(error.to_string().contains("the optimizer in the state has made no step, though batches"), "{error}");

@@ -79,7 +79,7 @@ fn train(group: Group, dtype: DType, digits: &Digits, test: &Digits, batch: usiz
     let sampler = ShardedSampler::new(&group, digits.len(), batch).unwrap().seed(1);
     let (mut losses, mut steps) = (Vec::new(), Vec::new());
     for epoch in 0..epochs {
-        for shard in sampler.epoch(epoch) {
+        for shard in sampler.epoch(epoch).unwrap() {
             let (mut grads, mut loss) = (GradientsParams::new(), f64::NAN);
             if !shard.is_empty() {
                 let (images, labels) = tensors(digits, &shard, dtype);

@@ -59,7 +59,7 @@ fn gradients(state: &State, ddp: &mut DataParallel, samples: &[usize]) -> Result
 
 /// Applies gradients, and changes the user's state.
 fn apply(state: &mut State, grads: GradientsParams) {
-    state.step(grads);
+    state.step(grads, 1);
     state.user.0 += 3;
     state.user.1.push(1.0 / state.user.0 as f64);
 }
@@ -70,7 +70,7 @@ fn step(state: &mut State, ddp: &mut DataParallel, samples: &[usize]) -> Result<
     apply(state, grads);
     // The statistics of burn's batch norm are each rank's own.
     state.model = ddp.average_states(state.model.clone())?;
-    if state.batch % 2 == 1 {
+    if state.samples % 2 == 1 {
         state.average = Some(state.model.valid());
     }
     Ok(())
@@ -149,23 +149,27 @@ fn ranks_that_had_ended_the_epoch_are_ahead() {
 #[test]
 fn remaining_ranks_train_the_same_model_as_without_a_loss() {
     const BATCHES: usize = 12;
+    const BATCH: usize = 16;
     let train = |group: Group, dies: Option<usize>| {
         let (device, identity) = (device(), group.rank());
         let mut model: Linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
         model.weight = Param::from_data(TensorData::new(vec![0.1f32, 0.2, -0.3, 0.4, -0.5, 0.6], [3, 2]), &device);
         let (model, mut ddp) = DataParallel::new(group, model).unwrap();
         let mut state = TrainingState::new(model, AdamConfig::new().init(), 0.01, ());
-        while state.batch < BATCHES {
-            if state.batch == 5 && dies == Some(identity) {
+        while state.samples < BATCHES * BATCH {
+            if state.samples == 5 * BATCH && dies == Some(identity) {
                 return None;
             }
-            let sampler = ShardedSampler::new(ddp.group(), 16 * BATCHES, 16).unwrap();
-            let shard = sampler.epoch(0).nth(state.batch).unwrap();
-            let rows: Vec<f32> = shard.iter().flat_map(|i| [*i as f32, (i % 7) as f32, 1.0]).collect();
-            let input = Tensor::<2>::from_data(TensorData::new(rows, [shard.len(), 3]), &device);
-            let loss = state.model.forward(input).powi_scalar(2).mean();
-            match ddp.sync(&state.model, GradientsParams::from_grads(loss.backward(), &state.model), shard.len()) {
-                Ok(grads) => state.step(grads),
+            let sampler = ShardedSampler::new(ddp.group(), BATCHES * BATCH, BATCH).unwrap();
+            let grads = sampler.epoch(0).and_then(|epoch| {
+                let shard = epoch.after(state.samples).next().unwrap();
+                let rows: Vec<f32> = shard.iter().flat_map(|i| [*i as f32, (i % 7) as f32, 1.0]).collect();
+                let input = Tensor::<2>::from_data(TensorData::new(rows, [shard.len(), 3]), &device);
+                let loss = state.model.forward(input).powi_scalar(2).mean();
+                ddp.sync(&state.model, GradientsParams::from_grads(loss.backward(), &state.model), shard.len())
+            });
+            match grads {
+                Ok(grads) => state.step(grads, BATCH),
                 Err(Error::Left { .. }) => ddp.shrink(&mut state).unwrap(),
                 Err(error) => panic!("{error}"),
             }
@@ -211,7 +215,7 @@ fn a_resumed_training_equals_the_uninterrupted_one_bit_for_bit() {
                 linear.bias = linear.bias.as_ref().map(|own| Param::initialized(own.id, bias));
             } else {
                 ddp.resume(&mut state, || Ok(bytes.clone())).unwrap();
-                assert_eq!(state.batch, first);
+                assert_eq!(state.samples, first);
             }
             for i in first..last {
                 step(&mut state, &mut ddp, &samples(rank, i)).unwrap();
@@ -282,7 +286,7 @@ fn all_ranks_report_what_rank_0_cannot_resume_from() {
         }
         // The group is still usable.
         ddp.resume(&mut state, || Ok(good.clone())).unwrap();
-        assert_eq!(state.batch, 2);
+        assert_eq!(state.samples, 2);
     });
 }
 

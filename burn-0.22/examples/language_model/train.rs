@@ -28,14 +28,15 @@ pub fn run(group: &Group, args: &Args, text: &Text, device: &Device, alone: bool
     let batch_size = args.batch as usize;
     let sampler = ShardedSampler::new(group, sequences(&text.train), batch_size)?.seed(args.seed).drop_last();
     let (batches, start) = (sampler.batches(), Instant::now());
-    let first = state.epoch * batches + state.batch;
+    let first = state.epoch * batches + state.samples / batch_size;
+    let mut shards = sampler.epoch(state.epoch)?.after(state.samples);
     for step in first..args.steps {
-        if state.batch == batches {
+        if shards.len() == 0 {
             state.next_epoch();
+            shards = sampler.epoch(state.epoch)?;
         }
-        // An epoch is shuffled in a millisecond.
-        let shard = sampler.epoch(state.epoch).nth(state.batch).ok_or("the text is too short")?;
-        let loss = form.step(&mut state, tensors(&text.train, &shard, device), shard.len())?;
+        let shard = shards.next().ok_or("the text is too short")?;
+        let loss = form.step(&mut state, tensors(&text.train, &shard, device), shard.len(), batch_size)?;
         let last = step + 1 == args.steps;
         let is_due = |every: usize| last || (step + 1).is_multiple_of(every);
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| is_due(args.save_every as usize)) {

@@ -18,23 +18,23 @@
 //!     let mut checkpoints = Checkpoints::new(ddp.group(), folder)?;
 //!     checkpoints.load(&mut state)?;                      // goes on from the newest set, if there is one
 //!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
-//!     for shard in sampler.epoch(state.epoch).skip(state.batch).take(4) {
+//!     for shard in sampler.epoch(state.epoch)?.after(state.samples).take(4) {
 //!         let input = Tensor::<2>::ones([shard.len(), 2], &device);
 //!         let gradients = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
-//!         state.step(gradients);
-//!         if state.batch.is_multiple_of(2) {
+//!         state.step(gradients, 16);
+//!         if state.samples.is_multiple_of(32) {
 //!             checkpoints.save_in_background(&state)?;    // training goes on while it is written
 //!         }
 //!     }
 //!     checkpoints.wait()?;
-//!     Ok(state.batch)
+//!     Ok(state.samples)
 //! }
 //!
 //! let folder = tempfile::tempdir().expect("a folder");
-//! for (ranks, batch) in [(3, 4), (2, 7)] {                // two ranks go on where three have ended
+//! for (ranks, samples) in [(3, 64), (2, 112)] {           // two ranks go on where three have ended
 //!     let path = folder.path().to_path_buf();
-//!     let batches = bonfire::launch::run(Group::threads(ranks)?, move |group| train(group, path.clone()))?;
-//!     assert!(batches.iter().all(|ended| *ended == batch));
+//!     let ended = bonfire::launch::run(Group::threads(ranks)?, move |group| train(group, path.clone()))?;
+//!     assert!(ended.iter().all(|ended| *ended == samples));
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -120,8 +120,8 @@ impl Checkpoints {
     ///
     /// Each rank writes what only it has. It writes tensors of 64 KiB or more in part, where all ranks have the same,
     /// and rank 0 writes all else. So the model of a [`FullyShardedParallel`](crate::FullyShardedParallel) is to be
-    /// saved as a pair with it: a state alone is taken for the same on all ranks. The ranks compare samples of the
-    /// tensors of which each writes a part.
+    /// saved as a pair with it: a state alone is taken for the same on all ranks. The ranks compare digests of all
+    /// that several of them have: each reads all of its model and optimizer, beside what it writes.
     ///
     /// States that differ between ranks, such as running statistics, must be made equal before, by
     /// [`DataParallel::average_states`](crate::DataParallel::average_states). The ranks may take an hour to write.
@@ -129,8 +129,8 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written,
     /// because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and
-    /// batch, if their models differ, if they do not share the folder, if burn could not load the optimizer's state, or
-    /// if the state's optimizer has made no step though batches were trained, because another one trains the model.
+    /// sample, if their models differ, if they do not share the folder, if burn could not load the optimizer's state,
+    /// or if the state's optimizer has made no step though batches were trained, because another one trains the model.
     /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
     /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {

@@ -297,8 +297,8 @@ impl DataParallel {
     }
 
     /// Forgets what compression has lost of the gradients so far, and would add to the next ones. `Checkpoints::load`,
-    /// [`resume`](Self::resume) and [`shrink`](Self::shrink) do; call it on all ranks where the program itself goes back
-    /// to weights that it has kept.
+    /// [`resume`](Self::resume) and [`shrink`](Self::shrink) do; call it on all ranks where the program itself goes
+    /// back to weights that it has kept.
     pub fn forget_compression_errors(&mut self) {
         self.replicas.steps.forget_compression_errors();
     }

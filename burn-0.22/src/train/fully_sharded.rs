@@ -270,8 +270,9 @@ impl FullyShardedParallel {
     /// all blocks are gathered.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, if ranks that have the same parts
-    /// differ in them, or while a pass is open; the group remains usable. Otherwise the errors of [`Group::all_gather`].
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training, if ranks that have the same
+    /// parts differ in them, or while a pass is open; the group remains usable. Otherwise the errors of
+    /// [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: Module>(&self, model: &M) -> Result<M, Error> {
         let parts = all_or_none(self.group(), self.own_parts("gather", model))?;

@@ -86,18 +86,18 @@ impl DataParallel {
     /// brings all of them to the same state.
     ///
     /// Ranks may have failed in the same step or in two consecutive ones, so some ranks may be one step ahead. All
-    /// ranks take over the state of the lowest rank among those that are furthest, by epoch and batch: all that
+    /// ranks take over the state of the lowest rank among those that are furthest, by epoch and samples: all that
     /// [`TrainingState`](crate::TrainingState) holds. Ranks that are lost during this call are left out too.
     ///
     /// Call it on every remaining rank. The gradients of each successful step must have been applied with
     /// [`TrainingState::step`](crate::TrainingState::step) before anything else was done. Afterwards
-    /// [`epoch`](crate::TrainingState::epoch) and [`batch`](crate::TrainingState::batch) are the position in the data,
-    /// the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm). Move the fields of the old layers into new ones, as `digits` does: burn
-    /// loads a record into a layer without the ids of its running statistics, by which Bonfire knows them. What a
-    /// program does next must follow from the state alone, since some ranks may have been further than others. After
-    /// the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails: otherwise
-    /// a rank that ends first can leave others a step behind.
+    /// [`epoch`](crate::TrainingState::epoch) and [`samples`](crate::TrainingState::samples) are the position in the
+    /// data, the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers
+    /// such as [`SyncBatchNorm`](crate::SyncBatchNorm). Move the fields of the old layers into new ones, as `digits`
+    /// does: burn loads a record into a layer without the ids of its running statistics, by which Bonfire knows them.
+    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
+    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
+    /// otherwise a rank that ends first can leave others a step behind.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};
@@ -111,10 +111,10 @@ impl DataParallel {
     /// 'training: while state.epoch < 3 {
     ///     // Batches do not depend on the number of ranks, so the ones already used can be skipped.
     ///     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
-    ///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
+    ///     for shard in sampler.epoch(state.epoch)?.after(state.samples) {
     ///         let input = Tensor::<2>::ones([shard.len(), 2], &device);
     ///         match ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len())) {
-    ///             Ok(gradients) => state.step(gradients),
+    ///             Ok(gradients) => state.step(gradients, 16),
     ///             Err(Error::PeerLost { .. } | Error::Disconnected { .. }) => {
     ///                 ddp.shrink(&mut state)?;
     ///                 continue 'training;
@@ -155,7 +155,7 @@ impl DataParallel {
         &mut self,
         state: &mut TrainingState<M, U>,
     ) -> Result<(), Error> {
-        let leader = furthest(self.group(), [state.epoch as u64, state.batch as u64])?;
+        let leader = furthest(self.group(), [state.epoch as u64, state.samples as u64])?;
         let own = if self.group().rank() == leader { state.save() } else { Ok(Vec::new()) };
         let bytes = all_or_none(self.group(), own)?;
         self.take_over(state, bytes, leader)

@@ -54,7 +54,7 @@ const OPERATION: &str = "sharded optimizer";
 ///     let device = Device::flex().autodiff();
 ///     let (mut model, ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init(&device))?;
 ///     let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All)?;
-///     for shard in ShardedSampler::new(ddp.group(), 100, 16)?.epoch(0) {
+///     for shard in ShardedSampler::new(ddp.group(), 100, 16)?.epoch(0)? {
 ///         let input = Tensor::<2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
 ///         let parts = optimizer.run(&model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
 ///         optimizer.step(0.1, &mut model, parts.clip_norm(1.0)?)?;

@@ -26,10 +26,10 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 /// let mut state = TrainingState::new(model, AdamConfig::new().init(), schedule, ());
 /// let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
 /// while state.epoch < 2 {
-///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
+///     for shard in sampler.epoch(state.epoch)?.after(state.samples) {
 ///         let input = Tensor::<2>::ones([shard.len(), 2], &device);
 ///         let gradients = ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), shard.len()))?;
-///         state.step(gradients);
+///         state.step(gradients, 16);
 ///     }
 ///     state.next_epoch();
 /// }
@@ -48,8 +48,9 @@ pub struct TrainingState<M, U = ()> {
     pub average: Option<M>,
     /// The number of completed epochs.
     pub epoch: usize,
-    /// The number of global batches of this epoch that were used.
-    pub batch: usize,
+    /// The samples of this epoch that were used, by all ranks together: a position that does not depend on the size of
+    /// batches. It may be more than there are, behind a last batch that is smaller.
+    pub samples: usize,
     /// All else: whatever serde can serialise. `()` for nothing.
     pub user: U,
 }
@@ -57,20 +58,20 @@ pub struct TrainingState<M, U = ()> {
 impl<M: Module, U> TrainingState<M, U> {
     /// Makes the state at the start of a training. `scheduler` is a learning rate, or one of burn's schedulers.
     pub fn new(model: M, optimizer: ModuleOptimizer, scheduler: impl Into<ModuleLrScheduler>, user: U) -> Self {
-        TrainingState { model, optimizer, scheduler: scheduler.into(), average: None, epoch: 0, batch: 0, user }
+        TrainingState { model, optimizer, scheduler: scheduler.into(), average: None, epoch: 0, samples: 0, user }
     }
 
-    /// Updates the model with the gradients that a step has returned, at the scheduler's next learning rates, and
-    /// counts a batch. If the step had passes over several batches, add the others to [`batch`](Self::batch).
-    pub fn step(&mut self, grads: GradientsParams) {
+    /// Updates the model with the gradients that a step has returned, at the scheduler's next learning rates. `samples`
+    /// is what all ranks together have used of the epoch in it: the size of a batch, of all its passes.
+    pub fn step(&mut self, grads: GradientsParams, samples: usize) {
         let rate = self.scheduler.step();
         self.model = self.optimizer.step(rate, self.model.clone(), grads);
-        self.batch += 1;
+        self.samples += samples;
     }
 
     /// Counts an epoch, and begins the next one with its first batch.
     pub fn next_epoch(&mut self) {
         self.epoch += 1;
-        self.batch = 0;
+        self.samples = 0;
     }
 }

@@ -66,7 +66,8 @@ impl DataParallel {
         match own.header(parameters, true).problem {
             Some(Problem::Changed(position)) => {
                 let path = &parameters[position].path;
-                let reason = format!("the model does not have `{path}` as it was at the start; pass the one in training");
+                let reason =
+                    format!("the model does not have `{path}` as it was at the start; pass the one in training");
                 Err(Error::argument(operation, reason))
             }
             _ => Ok(()),

@@ -49,9 +49,9 @@ impl<U: Serialize + for<'de> Deserialize<'de> + Clone> Run<U> {
     }
 
     fn step(&mut self) {
-        let input = Tensor::<2>::ones([1, 3], &device()) * (self.state.batch as f64 + 1.0);
+        let input = Tensor::<2>::ones([1, 3], &device()) * (self.state.samples as f64 + 1.0);
         let grads = self.ddp.run(&self.state.model, [input], |model, input| (model.forward(input).mean(), 1)).unwrap();
-        self.state.step(grads);
+        self.state.step(grads, 1);
     }
 
     fn save(&self, folder: &Path) -> Result<(), Error> {
@@ -76,7 +76,7 @@ where
         let error = run.load(folder).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error}");
-        assert_eq!(run.state.batch, 0);
+        assert_eq!(run.state.samples, 0);
     });
 }
 
@@ -140,13 +140,13 @@ fn a_model_of_another_float_type_is_resumed_exactly() {
         let new = |model| TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
         let (mut state, mut resumed) = (new(model.clone()), new(model));
         let input = Tensor::<2>::ones([1, 3], (&device(), DType::F16));
-        state.step(ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), 1)).unwrap());
+        state.step(ddp.run(&state.model, [input], |model, input| (model.forward(input).mean(), 1)).unwrap(), 1);
         let (bytes, trained) = (state.save().unwrap(), state.model.weight.to_data());
         assert_ne!(resumed.model.weight.to_data(), trained);
         ddp.resume(&mut resumed, || Ok(bytes)).unwrap();
-        assert_eq!((resumed.batch, resumed.model.weight.to_data()), (1, trained.clone()));
+        assert_eq!((resumed.samples, resumed.model.weight.to_data()), (1, trained.clone()));
         ddp.shrink(&mut resumed).unwrap();
-        assert_eq!((resumed.batch, resumed.model.weight.to_data()), (1, trained));
+        assert_eq!((resumed.samples, resumed.model.weight.to_data()), (1, trained));
     });
 }
 

@@ -55,7 +55,7 @@ pub fn all_or_none<T>(group: &Group, own: Result<T, Error>) -> Result<T, Error> 
     group.all_gather_results(told).and(own)
 }
 
-/// Returns the lowest rank among those that are furthest, by epoch and batch.
+/// Returns the lowest rank among those that are furthest, by epoch and samples.
 ///
 /// # Errors
 /// Those of [`Group::all_gather`].

@@ -17,7 +17,8 @@
 //! The files are safetensors: other programs can read them. A file has ranges of tensors, each as one dimension; the
 //! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH`,
 //! `optimizer/PATH/FIELD` and `scheduler/FIELD`; numbers, such as a count of steps, are tensors without dimensions. The
-//! manifest lists what begins with which name, of which type it was, and epoch and batch.
+//! manifest lists what begins with which name, of which type it was, and the position in the data: completed
+//! epochs, and samples of the next one.
 //!
 //! # What survives
 //! When [`save`](Checkpoints::save) or [`wait`](Checkpoints::wait) has returned, the files, the entries of their folder
@@ -117,7 +118,7 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: that of its snapshot; [`Error::Io`] if a file cannot
     /// be written, because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same
-    /// epoch and batch, if they differ in what each saves a part of, or if they do not share the folder. The sets
+    /// position in the data, if they differ in what each saves a part of, or if they do not share the folder. The sets
     /// before are unchanged, and the ranks can save again. The error of a save in the background, which then was the
     /// last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, snapshot: Result<Snapshot, Error>) -> Result<(), Error> {
@@ -262,11 +263,11 @@ fn write(
     Ok((summary, digests))
 }
 
-/// Returns what all ranks save. Fails if they are not at the same epoch and batch, or save different things.
+/// Returns what all ranks save. Fails if they are not at the same position, or save different things.
 fn same_contents(of_ranks: &[Contents]) -> Result<Contents, Error> {
     let first = of_ranks[0].clone();
     let Some((rank, other)) = (0..).zip(of_ranks).find(|(_, contents)| **contents != first) else { return Ok(first) };
-    let position = |contents: &Contents| format!("epoch {}, batch {}", contents.epoch, contents.batch);
+    let position = |contents: &Contents| format!("epoch {}, sample {}", contents.epoch, contents.samples);
     let items = |contents: &Contents| contents.items.iter().map(Item::to_string).collect::<Vec<_>>().join(", ");
     let reason = if first.items == other.items {
         let (first, other) = (position(&first), position(other));

@@ -3,6 +3,7 @@
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
+use crate::agree::all_gather_values;
 use bonfire_core::{Error, Group, partition};
 
 /// A sampler that distributes the samples of a data set over the ranks, in shuffled batches.
@@ -18,7 +19,7 @@ use bonfire_core::{Error, Group, partition};
 ///
 /// # let group = Group::threads(1)?.remove(0);
 /// let sampler = ShardedSampler::new(&group, 10, 4)?.seed(7);
-/// for shard in sampler.epoch(0) {
+/// for shard in sampler.epoch(0)? {
 ///     // This rank's samples of a batch: `shard.len()` may be 0.
 /// # assert!(shard.len() == 4 || shard.len() == 2);
 /// }
@@ -30,19 +31,19 @@ use bonfire_core::{Error, Group, partition};
 /// or [`drop_last`](Self::drop_last), with at least as many samples in a batch as there are ranks. Then no shard is
 /// empty.
 ///
-/// The order of samples is the same on every platform and in every version of Bonfire.
+/// The order of samples is the same on every platform and in every version of Bonfire. So a position in an epoch is a
+/// number of samples, and a training goes on from it with batches of another size, and on any number of ranks.
 #[derive(Clone, Debug)]
 pub struct ShardedSampler {
+    group: Group,
     len: usize,
     batch: usize,
-    rank: usize,
-    world_size: usize,
     seed: u64,
     tail: Tail,
 }
 
 /// How the samples that do not fill a batch are handled.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Tail {
     Keep,
     Pad,
@@ -51,9 +52,8 @@ enum Tail {
 
 impl ShardedSampler {
     /// Makes a sampler for this rank of `group`, over a data set of `len` samples in global batches of `batch` samples.
-    /// All ranks must use the same settings: a sampler does not communicate, so nothing compares them. If `batch` does
-    /// not divide `len`, the last batch is smaller, unless [`pad`](Self::pad) or [`drop_last`](Self::drop_last) is
-    /// used.
+    /// All ranks use the same settings: [`epoch`](Self::epoch) compares them. If `batch` does not divide `len`, the
+    /// last batch is smaller, unless [`pad`](Self::pad) or [`drop_last`](Self::drop_last) is used.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `batch` is 0.
@@ -61,8 +61,7 @@ impl ShardedSampler {
         if batch == 0 {
             return Err(Error::argument("sampler", "a batch needs at least one sample"));
         }
-        let (rank, world_size) = (group.rank(), group.world_size());
-        Ok(ShardedSampler { len, batch, rank, world_size, seed: 0, tail: Tail::Keep })
+        Ok(ShardedSampler { group: group.clone(), len, batch, seed: 0, tail: Tail::Keep })
     }
 
     /// Sets the seed of the shuffle. Default: 0
@@ -94,44 +93,99 @@ impl ShardedSampler {
     }
 
     /// Returns an iterator over this rank's shards of the batches of epoch number `epoch`. A shard is a list of sample
-    /// indices in `0..len`. The order differs between epochs.
-    pub fn epoch(&self, epoch: usize) -> Epoch {
-        let mut order = shuffled(self.len, self.seed, epoch as u64);
-        match self.tail {
-            Tail::Keep => {}
-            Tail::Pad => order = order.iter().copied().cycle().take(self.batches() * self.batch).collect(),
-            Tail::Drop => order.truncate(self.batches() * self.batch),
+    /// indices in `0..len`. The order differs between epochs. All ranks must call it: it compares what they sample.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if they differ in the number of samples, the size of batches, the seed,
+    /// [`pad`](Self::pad) or [`drop_last`](Self::drop_last), or the epoch: it names two ranks and what each has. The
+    /// group remains usable. Otherwise those of [`Group::all_gather`].
+    #[track_caller]
+    pub fn epoch(&self, epoch: usize) -> Result<Epoch, Error> {
+        let own = [self.len as u64, self.batch as u64, self.seed, self.tail as u64, epoch as u64];
+        let all = if self.group.world_size() > 1 { all_gather_values(&self.group, own)? } else { Vec::new() };
+        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
+            return Err(difference(&all[0], rank, &all[rank]));
         }
-        Epoch { order, next: 0, batch: self.batch, rank: self.rank, world_size: self.world_size }
+        Ok(self.shards(epoch))
     }
+
+    fn shards(&self, epoch: usize) -> Epoch {
+        Epoch { sampler: self.clone(), order: shuffled(self.len, self.seed, epoch as u64), next: 0 }
+    }
+}
+
+/// Says in what a rank's sampler differs from rank 0's. These are the words that [`ShardedSampler::epoch`] compares.
+fn difference(first: &[u64; 5], rank: usize, other: &[u64; 5]) -> Error {
+    let texts = |words: &[u64; 5]| {
+        let [len, batch, seed, tail, epoch] = words;
+        let rest = ["kept", "padded", "dropped"][*tail as usize % 3];
+        [
+            format!("{len} samples"),
+            format!("batches of {batch}"),
+            format!("the seed {seed}"),
+            format!("a last batch that is {rest}"),
+            format!("epoch {epoch}"),
+        ]
+    };
+    let [first, other] = [first, other].map(texts);
+    let differs = first.iter().zip(&other).find(|(first, other)| first != other);
+    let (first, other) = differs.unwrap_or((&first[0], &other[0]));
+    let reason = format!(
+        "rank 0's sampler has {first}, and rank {rank}'s {other}; make the same sampler on all ranks, of the whole \
+         data set, and begin the same epoch"
+    );
+    Error::argument("sampler", reason)
 }
 
 /// An iterator over a rank's shards of an epoch, made by [`ShardedSampler::epoch`].
 #[derive(Clone, Debug)]
 pub struct Epoch {
+    sampler: ShardedSampler,
     order: Vec<usize>,
+    /// The samples before the next batch.
     next: usize,
-    batch: usize,
-    rank: usize,
-    world_size: usize,
+}
+
+impl Epoch {
+    /// Leaves out the first samples of the epoch, which all ranks together have used. The batches behind them need not
+    /// begin where they would without this: so a training goes on with batches of another size.
+    pub fn after(mut self, samples: usize) -> Self {
+        self.next = samples;
+        self
+    }
+
+    /// Returns the number of samples in the next batch, of all ranks together.
+    fn next_batch(&self) -> usize {
+        let ShardedSampler { batch, tail, .. } = self.sampler;
+        let left = self.order.len().saturating_sub(self.next);
+        match tail {
+            Tail::Keep => left.min(batch),
+            Tail::Pad if left > 0 => batch,
+            Tail::Drop if left >= batch => batch,
+            Tail::Pad | Tail::Drop => 0,
+        }
+    }
 }
 
 impl Iterator for Epoch {
     type Item = Vec<usize>;
 
     fn next(&mut self) -> Option<Vec<usize>> {
-        let rest = &self.order[self.next..];
-        let batch = &rest[..self.batch.min(rest.len())];
-        if batch.is_empty() {
+        let (batch, group) = (self.next_batch(), &self.sampler.group);
+        if batch == 0 {
             return None;
         }
-        self.next += batch.len();
-        Some(batch[partition(batch.len(), self.world_size, self.rank)].to_vec())
+        let own = partition(batch, group.world_size(), group.rank());
+        // Behind the last sample the first ones pad the batch.
+        let shard = own.map(|i| self.order[(self.next + i) % self.order.len()]).collect();
+        self.next += batch;
+        Some(shard)
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = (self.order.len() - self.next).div_ceil(self.batch);
-        (left, Some(left))
+        let (left, batch) = (self.order.len().saturating_sub(self.next), self.sampler.batch);
+        let batches = if self.sampler.tail == Tail::Drop { left / batch } else { left.div_ceil(batch) };
+        (batches, Some(batches))
     }
 }
 
@@ -165,7 +219,7 @@ mod tests {
 
     /// The global batches of an epoch, concatenated from all ranks' shards.
     fn batches(samplers: &[ShardedSampler], epoch: usize) -> Vec<Vec<usize>> {
-        let mut epochs: Vec<_> = samplers.iter().map(|sampler| sampler.epoch(epoch)).collect();
+        let mut epochs: Vec<_> = samplers.iter().map(|sampler| sampler.shards(epoch)).collect();
         let steps: Vec<_> = epochs.iter().map(ExactSizeIterator::len).collect();
         assert!(steps.iter().all(|&n| n == samplers[0].batches()), "{steps:?}");
         let batches = (0..steps[0]).map(|_| epochs.iter_mut().flat_map(|epoch| epoch.next().unwrap()).collect());
@@ -191,26 +245,84 @@ mod tests {
             len in 0usize..300, batch in 1usize..60, seed: u64,
         ) {
             let sampler = samplers(1, len, batch, seed).remove(0);
-            let kept = sampler.epoch(0).flatten().collect::<Vec<_>>();
+            let kept = sampler.shards(0).flatten().collect::<Vec<_>>();
             let mut sorted = kept.clone();
             sorted.sort_unstable();
             prop_assert_eq!(sorted, (0..len).collect::<Vec<_>>());
 
-            let dropped = sampler.clone().drop_last().epoch(0).collect::<Vec<_>>();
+            let dropped = sampler.clone().drop_last().shards(0).collect::<Vec<_>>();
             prop_assert!(dropped.iter().all(|shard| shard.len() == batch));
             prop_assert_eq!(&dropped.concat()[..], &kept[..len - len % batch]);
 
-            let padded = sampler.pad().epoch(0).collect::<Vec<_>>();
+            let padded = sampler.pad().shards(0).collect::<Vec<_>>();
             prop_assert!(padded.iter().all(|shard| shard.len() == batch));
             prop_assert!(padded.concat().iter().zip(kept.iter().cycle()).all(|(a, b)| a == b));
             prop_assert_eq!(padded.len(), len.div_ceil(batch));
         }
     }
 
+    proptest! {
+        #[test]
+        fn no_sample_is_used_twice_or_never_if_a_training_goes_on_with_other_ranks_and_batches(
+            len in 1usize..300, batches in [1usize..60, 1usize..60], ranks in [1usize..5, 1usize..5], made in 0usize..9,
+        ) {
+            let [first, then] = [0, 1].map(|part| samplers(ranks[part], len, batches[part], 3));
+            let mut used = Vec::new();
+            for _ in 0..made.min(first[0].batches()) {
+                let batch = used.len() / batches[0];
+                used.extend(first.iter().flat_map(|sampler| sampler.shards(0).nth(batch).unwrap()));
+            }
+            let rest: Vec<_> = then.iter().map(|sampler| sampler.shards(0).after(used.len())).collect();
+            prop_assert_eq!(rest[0].len(), (len - used.len()).div_ceil(batches[1]));
+            used.extend(rest.into_iter().flatten().flatten());
+            used.sort_unstable();
+            prop_assert_eq!(used, (0..len).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn samplers_that_differ_are_an_error_on_all_ranks() {
+        type Make = fn(&Group) -> Result<ShardedSampler, Error>;
+        let cases: [(Make, usize, &str); 5] = [
+            (|group| ShardedSampler::new(group, 100 - group.rank(), 10), 0, "100 samples, and rank 1's 99 samples"),
+            (
+                |group| ShardedSampler::new(group, 100, 10 + group.rank() / 2),
+                0,
+                "batches of 10, and rank 2's batches of 11",
+            ),
+            (
+                |group| Ok(ShardedSampler::new(group, 9, 2)?.seed(group.rank() as u64)),
+                0,
+                "seed 0, and rank 1's the seed 1",
+            ),
+            (
+                |group| {
+                    let sampler = ShardedSampler::new(group, 9, 2)?;
+                    Ok(if group.rank() == 2 { sampler.pad() } else { sampler.drop_last() })
+                },
+                0,
+                "a last batch that is dropped, and rank 2's a last batch that is padded",
+            ),
+            (|group| ShardedSampler::new(group, 9, 2), 1, "epoch 0, and rank 1's epoch 1"),
+        ];
+        for (make, epoch, expected) in cases {
+            let threads = Group::threads(3).unwrap().into_iter().map(|group| {
+                std::thread::spawn(move || {
+                    let error = make(&group).unwrap().epoch(epoch * group.rank()).unwrap_err();
+                    assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+                    assert!(error.to_string().contains(expected), "{error}");
+                    // The group remains usable.
+                    assert_eq!(ShardedSampler::new(&group, 9, 2).unwrap().epoch(0).unwrap().len(), 5);
+                })
+            });
+            threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
+        }
+    }
+
     #[test]
     fn orders_differ_between_seeds_and_epochs_and_never_change() {
         let sampler = samplers(1, 8, 8, 42).remove(0);
-        let order = |sampler: &ShardedSampler, epoch| sampler.epoch(epoch).next().unwrap();
+        let order = |sampler: &ShardedSampler, epoch| sampler.shards(epoch).next().unwrap();
         assert_eq!(order(&sampler, 0), order(&sampler, 0));
         assert_ne!(order(&sampler, 0), order(&sampler, 1));
         assert_ne!(order(&sampler, 0), order(&sampler.clone().seed(43), 0));
@@ -221,7 +333,7 @@ mod tests {
     #[test]
     fn a_batch_of_50_on_3_ranks_is_17_17_16_and_small_batches_leave_ranks_empty() {
         let lens = |ranks, len, batch| -> Vec<usize> {
-            samplers(ranks, len, batch, 0).iter().map(|s| s.epoch(0).next().unwrap().len()).collect()
+            samplers(ranks, len, batch, 0).iter().map(|s| s.shards(0).next().unwrap().len()).collect()
         };
         assert_eq!(lens(3, 100, 50), [17, 17, 16]);
         assert_eq!(lens(4, 2, 50), [1, 1, 0, 0]);

@@ -135,7 +135,7 @@ where
         items.extend([optimizer, scheduler, user]);
         collect.push(collect_optimizer);
         let collect = Box::new(|parts: &mut Parts| collect.into_iter().try_for_each(|collect| collect(parts)));
-        let contents = Contents { epoch: self.epoch as u64, batch: self.batch as u64, items };
+        let contents = Contents { epoch: self.epoch as u64, samples: self.samples as u64, items };
         Ok(Snapshot { contents, collect })
     }
 
@@ -166,11 +166,19 @@ where
         let (scheduler, user, position) = match set.contents() {
             Some(contents) => {
                 let (scheduler, user) = self.read_records(set, &device)?;
-                (scheduler, user, (contents.epoch, contents.batch))
+                (scheduler, user, (contents.epoch, contents.samples))
             }
             None => {
                 let Some(rest) = set.value(TRAINING)? else { return Err(argument("it has no training")) };
-                load::<B, Rest<B, S, U>>(rest, &device)?
+                let rest = load::<B, Rest<B, S, U>>(rest, &device)?;
+                let (_, _, (_, batches)) = &rest;
+                if *batches > 0 {
+                    log::warn!(
+                        "the checkpoint of an older version counts {batches} batches of its epoch, and not their \
+                         samples: set `samples` of the state to {batches} times the size of a batch"
+                    );
+                }
+                rest
             }
         };
         Ok(TrainingState {
@@ -179,7 +187,7 @@ where
             optimizer: self.optimizer.clone(),
             scheduler: self.scheduler.clone().load_record::<B>(scheduler),
             epoch: position.0 as usize,
-            batch: position.1 as usize,
+            samples: position.1 as usize,
             user,
         })
     }
@@ -381,7 +389,7 @@ mod tests {
         let train = |state: &mut TrainingState<B, Linear<B>, _, _>| {
             let mut grads = GradientsParams::new();
             grads.register(state.model.weight.id, Tensor::<Flex, 2>::ones([2, 3], &Default::default()));
-            state.step(grads);
+            state.step(grads, 1);
         };
         train(&mut state);
         let (then, snapshot) = (state.save().unwrap(), (&state).snapshot());

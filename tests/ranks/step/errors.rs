@@ -63,7 +63,7 @@ fn a_rank_that_is_lost_during_the_backward_pass_is_a_typed_error_and_shrink_cont
                     step.finish(&mut loss.backward()).map(Some)
                 });
                 match outcome {
-                    Ok(Some(grads)) => state.step(grads),
+                    Ok(Some(grads)) => state.step(grads, 1),
                     // Leaves the group: its handles are dropped.
                     Ok(None) => return,
                     Err(
@@ -75,7 +75,7 @@ fn a_rank_that_is_lost_during_the_backward_pass_is_a_typed_error_and_shrink_cont
                     }
                     Err(error) => panic!("{error}"),
                 }
-                made = state.batch;
+                made = state.samples;
             }
         });
     }

@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use bonfire::{Error, Group, ShardedSampler};
+use bonfire::{Error, Group, ShardedSampler, partition};
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::module::{Param, RunningState};
 use burn::optim::{AdamConfig, GradientsParams};
@@ -18,7 +18,7 @@ pub type State = ScheduledTraining<Net, Vec<u64>>;
 
 /// Samples of an epoch, and of a batch: up to 5 ranks, all shards of a batch have the same size.
 const SAMPLES: usize = 180;
-const BATCH: usize = 60;
+pub const BATCH: usize = 60;
 /// Steps of an epoch.
 pub const STEPS: usize = SAMPLES / BATCH;
 const INPUTS: usize = 8;
@@ -67,9 +67,11 @@ pub fn adam() -> AdamOf<Net> {
     AdamConfig::new().init()
 }
 
-/// Returns the samples of this rank in the next step, or `None` at the end of the epoch.
+/// Returns the samples of this rank in the next step, or `None` at the end of the epoch. Does not communicate.
 pub fn shard(group: &Group, state: &State) -> Result<Option<Vec<usize>>, Error> {
-    Ok(ShardedSampler::new(group, SAMPLES, BATCH)?.seed(5).epoch(state.epoch).nth(state.batch))
+    let alone = ShardedSampler::new(&Group::threads(1)?[0], SAMPLES, BATCH)?.seed(5);
+    let batch = alone.epoch(state.epoch)?.after(state.samples).next();
+    Ok(batch.map(|batch| batch[partition(BATCH, group.world_size(), group.rank())].to_vec()))
 }
 
 /// The mean gradients over these samples, rounded to multiples of 2^-16 and limited to 16: so the sum over ranks is
@@ -122,8 +124,8 @@ pub fn replay(hidden: usize, history: &[u64]) -> Result<(u64, Vec<f32>), Error> 
             add(&state.model, &gradients(&state.model, &shard), &mut sum, 1.0);
         }
         let mean = map_gradients(&state.model, &sum, |sum| sum / world_size as f64);
-        state.step(mean);
-        if state.batch == STEPS {
+        state.step(mean, BATCH);
+        if state.samples == SAMPLES {
             state.next_epoch();
         }
     }

@@ -11,7 +11,7 @@ use bonfire_testing::resources::Resources;
 use rustix::process::{Signal, getpid, kill_process};
 use serde::{Deserialize, Serialize};
 
-use super::model::{self, Net, STEPS, State};
+use super::model::{self, BATCH, Net, STEPS, State};
 use crate::burn_version::*;
 
 /// The environment variable with a rank's orders.
@@ -253,12 +253,12 @@ impl Rank {
     /// Makes a step or ends an epoch. Returns true at the end of the training.
     fn advance(&mut self, training: &mut Training) -> Result<bool, Error> {
         let Training { state, ddp, sharded, resumed, saved } = training;
-        if (state.epoch, state.batch) == (0, 0) && !*resumed {
+        if (state.epoch, state.samples) == (0, 0) && !*resumed {
             let folder = self.orders.checkpoint.clone();
             self.phase(Phase::Resume, || Checkpoints::new(ddp.group(), folder)?.load(&mut *state).map(drop))?;
             *resumed = true;
         }
-        if state.batch == 0 && state.epoch > 0 && !*saved {
+        if state.samples == 0 && state.epoch > 0 && !*saved {
             let folder = self.orders.checkpoint.clone();
             self.phase(Phase::Checkpoint, || {
                 let mut checkpoints = Checkpoints::new(ddp.group(), folder)?;
@@ -291,15 +291,15 @@ impl Rank {
                 let parts = optimizer.sync(&state.model, grads, shard.len())?;
                 optimizer.step(rate, &mut state.model, parts)
             })?;
-            state.batch += 1;
+            state.samples += BATCH;
         } else {
             let grads = self.phase(Phase::Sync, || ddp.sync(&state.model, grads, shard.len()))?;
             self.phase(Phase::Between, || {});
-            self.phase(Phase::Step, || state.step(grads));
+            self.phase(Phase::Step, || state.step(grads, BATCH));
         }
         self.log.made.push((state.user.len(), group.world_size() as u64));
         model::note(state, &group);
-        debug_assert_eq!(state.user.len(), state.epoch * STEPS + state.batch);
+        debug_assert_eq!(state.user.len(), state.epoch * STEPS + state.samples / BATCH);
         Ok(false)
     }
 }

@@ -44,7 +44,7 @@ fn save_until_killed(folder: &Path) {
         if saved.is_err() {
             return;
         }
-        send_line(state.batch);
+        send_line(state.samples);
     }
 }
 
@@ -84,16 +84,20 @@ fn kill(rounds: usize) {
         let mut state = initial(Net::new(2));
         let mut checkpoints = Checkpoints::new(&Group::threads(1).unwrap()[0], folder.path()).unwrap();
         assert!(checkpoints.load(&mut state).unwrap(), "round {round}: there is no set");
-        while known.len() <= state.batch {
+        while known.len() <= state.samples {
             step_alone(&mut expected);
             known.push(contents(&expected));
         }
-        assert_eq!(contents(&state), known[state.batch], "round {round}");
+        assert_eq!(contents(&state), known[state.samples], "round {round}");
         // What was reported, or the step before while the save was in the background, is not lost.
-        assert!((reported.max(last + 1) - 1..).contains(&state.batch), "round {round}: {} of {reported}", state.batch);
+        assert!(
+            (reported.max(last + 1) - 1..).contains(&state.samples),
+            "round {round}: {} of {reported}",
+            state.samples
+        );
         // The moments of the optimizer, too.
         let (mut ours, mut theirs) = (state, initial(Net::new(2)));
-        last = ours.batch;
+        last = ours.samples;
         (0..=last).for_each(|_| step_alone(&mut theirs));
         step_alone(&mut ours);
         assert_eq!(contents(&ours), contents(&theirs), "round {round}");

@@ -81,18 +81,18 @@ pub fn step_alone(state: &mut State) {
 
 /// Gradients of so few bits that their sum over a few ranks is exact.
 fn gradients(state: &State) -> GradientsParams {
-    let row = [1.0, (state.batch % 3) as f32, -2.0];
+    let row = [1.0, (state.samples % 3) as f32, -2.0];
     let input = Tensor::<2>::from_data(TensorData::new(row.to_vec(), [1, 3]), &device());
     let loss = state.model.forward(input).powi_scalar(2).mean();
     with_few_bits(&state.model, &GradientsParams::from_grads(loss.backward(), &state.model))
 }
 
 fn apply(state: &mut State, grads: GradientsParams) {
-    state.step(grads);
-    state.model.state.update(Tensor::full([3], state.batch as f32, &device()));
+    state.step(grads, 1);
+    state.model.state.update(Tensor::full([3], state.samples as f32, &device()));
     state.user.0 += 3;
     state.user.1.push(1.0 / state.user.0 as f64);
-    if state.batch % 2 == 1 {
+    if state.samples % 2 == 1 {
         state.average = Some(state.model.valid());
     }
 }
@@ -115,7 +115,7 @@ pub fn contents<M: Model>(state: &ScheduledTraining<M, User>) -> Contents {
         model: all_values(&state.model.valid()).into_iter().map(data).collect(),
         average: state.average.as_ref().map(|average| all_values(average).into_iter().map(data).collect()),
         rate: last_rate(&state.scheduler).to_bits(),
-        position: (state.epoch, state.batch),
+        position: (state.epoch, state.samples),
         user: state.user.clone(),
     }
 }

@@ -122,7 +122,7 @@ impl<O: Kind> Run<O> {
     }
 
     fn try_step(&mut self) -> Result<f64, Error> {
-        let step = self.state.batch;
+        let step = self.state.samples;
         let (chosen, count) = (self.samples)(self.group(), step);
         let number = |loss: &Tensor<1>| loss.clone().into_data().iter::<f64>().next().unwrap();
         let Run { state, parallel, .. } = self;
@@ -130,7 +130,7 @@ impl<O: Kind> Run<O> {
             Parallel::Replicas(ddp, None) => {
                 let loss = state.model.loss(chosen);
                 let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-                state.step(ddp.sync(&state.model, grads, count)?);
+                state.step(ddp.sync(&state.model, grads, count)?, 1);
                 ddp.mean(&[number(&loss)], count)?
             }
             Parallel::Replicas(ddp, Some(optimizer)) => {
@@ -138,7 +138,7 @@ impl<O: Kind> Run<O> {
                 let grads = GradientsParams::from_grads(loss.backward(), &state.model);
                 let parts = optimizer.sync(&state.model, grads, count)?;
                 optimizer.step(0.01, &mut state.model, parts)?;
-                state.batch += 1;
+                state.samples += 1;
                 ddp.mean(&[number(&loss)], count)?
             }
             Parallel::Parts(fsdp) => {
@@ -148,7 +148,7 @@ impl<O: Kind> Run<O> {
                 let number = number(&loss);
                 (self.within)(1);
                 let parts = running.finish(&mut loss.backward())?;
-                state.step(parts.for_optimizer(&state.optimizer)?);
+                state.step(parts.for_optimizer(&state.optimizer)?, 1);
                 fsdp.mean(&[number], count)?
             }
         };
@@ -300,7 +300,7 @@ fn every_form_loads_what_another_has_saved_bit_for_bit() {
                 let mut run = Run::<Adam>::new(group, form, Net::new(7, DType::F32), &adam);
                 let id = run.state.model.frozen.id;
                 assert!(run.load(folder.path()).unwrap());
-                assert_eq!((run.state.batch, run.state.user, run.state.model.frozen.id), (4, 19, id));
+                assert_eq!((run.state.samples, run.state.user, run.state.model.frozen.id), (4, 19, id));
                 run.save(again.path()).unwrap();
                 go_on(&mut run)
             });

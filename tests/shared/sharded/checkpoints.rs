@@ -42,10 +42,10 @@ fn six_steps(group: Group, sharding: Sharding, folder: &Path, resume: bool) -> V
         assert!(checkpoints.load((&mut state, &mut optimizer)).unwrap());
     } else {
         advance(&mut state.model, &mut optimizer, 0..3);
-        state.batch = 3;
+        state.samples = 3;
         checkpoints.save((&state, &optimizer)).unwrap();
     }
-    assert_eq!(state.batch, 3);
+    assert_eq!(state.samples, 3);
     advance(&mut state.model, &mut optimizer, 3..6);
     bits(&state.model)
 }
@@ -86,7 +86,7 @@ fn state_is_loaded_with_and_without_sharding() {
         for step in 3..6 {
             let grads = step_gradients(&state.model, step);
             let grads = ddp.sync(&state.model, grads, 1).unwrap();
-            state.step(grads);
+            state.step(grads, 1);
         }
         bits(&state.model)
     });

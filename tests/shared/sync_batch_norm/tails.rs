@@ -22,7 +22,7 @@ fn train_few(group: Group, tail: fn(ShardedSampler) -> ShardedSampler) -> Result
     let (mut model, ddp) = DataParallel::new(group, Normed { linear, norm })?;
     let mut optimizer = SgdConfig::new().init();
     let samples = pattern::<2>(&[FEW.0, 3], 2);
-    for shard in tail(ShardedSampler::new(ddp.group(), FEW.0, FEW.1)?).epoch(0) {
+    for shard in tail(ShardedSampler::new(ddp.group(), FEW.0, FEW.1)?).epoch(0).unwrap() {
         let mut grads = GradientsParams::new();
         if !shard.is_empty() {
             let rows =

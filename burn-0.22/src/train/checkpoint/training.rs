@@ -90,7 +90,7 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
         let parameters = Parameters::of(&self.model).1;
         collect.push(optimizer::collect(OPTIMIZER, optimizer.clone(), parameters, own.optimizer, check));
         let collect = Box::new(|parts: &mut Parts| collect.into_iter().try_for_each(|collect| collect(parts)));
-        let contents = Contents { epoch: self.epoch as u64, batch: self.batch as u64, items };
+        let contents = Contents { epoch: self.epoch as u64, samples: self.samples as u64, items };
         Ok(Snapshot { contents, collect })
     }
 
@@ -115,9 +115,9 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
         let prefix = format!("{AVERAGE}/");
         let average = set.names(&prefix).next().map(|_| module::load(AVERAGE, model.valid(), set, &own.model));
         let average = average.transpose()?.map(|average| average.valid());
-        let (epoch, batch) = (contents.epoch as usize, contents.batch as usize);
+        let (epoch, samples) = (contents.epoch as usize, contents.samples as usize);
         let (scheduler, user) = (self.read_scheduler(set)?, self.read_user(set)?);
-        Ok(TrainingState { model, optimizer, scheduler, average, epoch, batch, user })
+        Ok(TrainingState { model, optimizer, scheduler, average, epoch, samples, user })
     }
 
     fn read_scheduler(&self, set: &Set) -> Result<ModuleLrScheduler, Error> {
@@ -150,7 +150,7 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
     /// Returns what fails if the optimizer in the state has no states, though it would after the batches that were
     /// trained.
     pub(in crate::train) fn check_stepped(&self) -> Check {
-        let (mut tried, model, position) = (self.optimizer.clone(), self.model.clone(), (self.epoch, self.batch));
+        let (mut tried, model, position) = (self.optimizer.clone(), self.model.clone(), (self.epoch, self.samples));
         Box::new(move |is_new| {
             let parameters = Parameters::of(&model).1;
             let elements = |parameter: &&Parameter| parameter.shape.num_elements();

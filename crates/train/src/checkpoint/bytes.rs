@@ -68,7 +68,7 @@ mod tests {
             parts.add_replicated("model/a".into(), Dtype::U8, &[5], read)?;
             parts.add_scalar("scheduler/step".into(), Scalar::Int(-7))
         };
-        Snapshot { contents: Contents { epoch: 2, batch: 9, items }, collect: Box::new(collect) }
+        Snapshot { contents: Contents { epoch: 2, samples: 9, items }, collect: Box::new(collect) }
     }
 
     /// All that a set in memory has.

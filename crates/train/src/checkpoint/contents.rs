@@ -11,8 +11,8 @@ use bonfire_core::Error;
 pub struct Contents {
     /// Completed epochs.
     pub epoch: u64,
-    /// The global batches of the next epoch that were used.
-    pub batch: u64,
+    /// The samples of the next epoch that were used, by all ranks together.
+    pub samples: u64,
     /// All else.
     pub items: Vec<Item>,
 }

@@ -257,7 +257,7 @@ mod tests {
 
     fn manifest(files: Vec<FileSummary>) -> Manifest {
         let items = vec![Item::new("model", Kind::Model).of("Net"), Item::new("user", Kind::User).record("burn 0.21")];
-        Manifest::new(SET, files, Contents { epoch: 3, batch: 14, items })
+        Manifest::new(SET, files, Contents { epoch: 3, samples: 14, items })
     }
 
     /// Writes the files of a set, and opens it.

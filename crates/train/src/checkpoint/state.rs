@@ -150,7 +150,7 @@ mod tests {
             add(rank, &mut parts);
             write(&folder.join(file_name(rank)), FileId::new("01", rank, n), parts.into_list().0).unwrap()
         });
-        let contents = Contents { epoch: 0, batch: 0, items: Vec::new() };
+        let contents = Contents { epoch: 0, samples: 0, items: Vec::new() };
         Set::open(folder, &Manifest::new("01", files.collect(), contents)).unwrap()
     }
 

@@ -210,8 +210,8 @@ impl GatherSteps {
         }
     }
 
-    /// Compares the parts of ranks that have the same: `digests` are those of this rank by position. All ranks must call
-    /// it.
+    /// Compares the parts of ranks that have the same: `digests` are those of this rank by position. All ranks must
+    /// call it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if they differ: it names the first part that does. Otherwise those of

@@ -232,7 +232,7 @@ impl Sharded {
                 own.add(parts, parameter.path.clone(), Dtype::F32, move |range, sink| sink(cast_slice(&part[range])))
             })
         };
-        let contents = Contents { epoch: 0, batch: 0, items: Vec::new() };
+        let contents = Contents { epoch: 0, samples: 0, items: Vec::new() };
         Ok(Snapshot { contents, collect: Box::new(collect) })
     }
 }

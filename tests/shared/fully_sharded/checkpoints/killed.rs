@@ -60,7 +60,7 @@ fn a_killed_rank_is_known_at_once_and_a_restart_resumes() {
             }
             let (mut ours, mut theirs) = (alone(), alone());
             assert!(ours.load(folder.path()).unwrap());
-            assert_eq!(ours.state.batch, LAST);
+            assert_eq!(ours.state.samples, LAST);
             (0..LAST).for_each(|_| _ = theirs.step());
             assert_eq!(ours.values(), theirs.values());
         }
@@ -78,10 +78,10 @@ fn train(folder: &Path, moment: Option<usize>) -> Result<(), Error> {
     let mut run = new_run(group, Form::Full);
     run.load(folder)?;
     if moment.is_none() {
-        send_line(run.state.batch);
+        send_line(run.state.samples);
     }
-    while run.state.batch < LAST {
-        if let Some(moment) = moment.filter(|_| rank == VICTIM && run.state.batch == KILLED) {
+    while run.state.samples < LAST {
+        if let Some(moment) = moment.filter(|_| rank == VICTIM && run.state.samples == KILLED) {
             run.within = Box::new(move |at| match (moment, at) {
                 (0, 0) | (1, 1) => die(),
                 (2, 1) => drop(thread::spawn(|| {
@@ -92,7 +92,7 @@ fn train(folder: &Path, moment: Option<usize>) -> Result<(), Error> {
             });
         }
         run.try_step()?;
-        if run.state.batch.is_multiple_of(INTERVAL) {
+        if run.state.samples.is_multiple_of(INTERVAL) {
             run.save(folder)?;
         }
     }
