@@ -295,8 +295,9 @@ impl Builder {
     }
 
     /// Sets whether SIGINT (Ctrl-C) and SIGTERM make the process leave the group and its subgroups gracefully, before
-    /// it ends as it would have. On for builders from the environment, off otherwise. Turn it off if the program
-    /// handles these signals itself and drops the group in order.
+    /// it ends as it would have. On for builders from the environment, off otherwise. A signal for which the program
+    /// has a handler when it arrives, installed before or after this call, is left to the program, and so is one that
+    /// is ignored.
     pub fn leave_on_interrupt(mut self, leave: bool) -> Self {
         self.leave_on_interrupt = leave;
         self
