@@ -17,6 +17,8 @@ use crate::rendezvous::env::unknown_variables;
 use crate::rendezvous::{Launched, TransportKind};
 #[cfg(unix)]
 use crate::report;
+#[cfg(unix)]
+use crate::sync::from_env;
 use crate::transport::threads::ThreadEndpoint;
 use crate::transport::{Engines, GroupEndpoint, Transport};
 use crate::types::Error;
@@ -180,7 +182,7 @@ impl Builder {
     pub fn from_env() -> Result<Builder, Error> {
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         unknown_variables(names).iter().for_each(|warning| log::warn!("{warning}"));
-        let mut environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
+        let mut environment = from_env(|variable| crate::rendezvous::env::read(variable))?;
         environment.settings.secret = Secret::from_env()?;
         let algorithms = environment.algorithms.map_or(Ok(Selection::default()), |text| {
             plan::parse(&text).map_err(|reason| Error::Config(format!("BONFIRE_ALGORITHMS is '{text}': {reason}")))

@@ -101,6 +101,18 @@ impl fmt::Display for Launched {
     }
 }
 
+/// Rejects an IPv6 address with a zone, as in `fe80::1%eth0`: ranks tell each other their addresses, and a zone means
+/// something on one host only.
+pub(super) fn without_zone(name: &str, address: &str) -> Result<(), Error> {
+    if address.contains('%') {
+        return Err(Error::Config(format!(
+            "{name} is '{address}': an address with a zone (%) is valid on one host only; give one that all hosts can \
+             reach"
+        )));
+    }
+    Ok(())
+}
+
 /// Whether an address (`host:port`) or a host is loopback as written. Names other than `localhost` are not looked up.
 pub(super) fn is_loopback(address: &str) -> bool {
     let whole = address.parse::<std::net::IpAddr>().is_ok();
