@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 use self::join::Joined;
 use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
-pub(crate) use self::source::Source;
+pub(crate) use self::source::{Numbers, Source};
 use crate::auth::{self, Secret};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS};
 use crate::sync::{Mutex, OwnRuntime};

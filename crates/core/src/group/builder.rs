@@ -14,7 +14,7 @@ use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::env::unknown_variables;
 #[cfg(unix)]
-use crate::rendezvous::{Launched, TransportKind};
+use crate::rendezvous::{Launched, Numbers, TransportKind};
 #[cfg(unix)]
 use crate::report;
 #[cfg(unix)]
@@ -206,6 +206,7 @@ impl Builder {
     pub fn rank(mut self, rank: usize) -> Self {
         self.settings.rank = rank;
         self.settings.source.missing.rank = None;
+        self.settings.source.numbers = Numbers::Unknown;
         self
     }
 
@@ -213,6 +214,7 @@ impl Builder {
     pub fn world_size(mut self, world_size: usize) -> Self {
         self.settings.world_size = world_size;
         self.settings.source.missing.world_size = None;
+        self.settings.source.numbers = Numbers::Unknown;
         // A launcher's statement that all ranks are on this host was about another number of ranks.
         self.settings.source.several.take_if(|several| !*several);
         self
@@ -316,7 +318,8 @@ impl Builder {
     /// if MPI fails.
     pub fn connect(self) -> Result<Group, Error> {
         let connected = self.connect_group();
-        connected.as_ref().map_or_else(report::failed, |_| report::connected());
+        // The errors of a rendezvous name ranks in their text only.
+        connected.as_ref().map_or_else(|error| report::failed(error, |_| None), |_| report::connected());
         connected
     }
 
@@ -382,7 +385,10 @@ impl Builder {
         };
         let (connected, results) = std::sync::mpsc::channel();
         for rank in 0..count {
-            let builder = self.clone().rank(self.settings.rank * count + rank).world_size(world_size);
+            let mut builder = self.clone().rank(self.settings.rank * count + rank).world_size(world_size);
+            if let Numbers::PerProcess(_) = self.settings.source.numbers {
+                builder.settings.source.numbers = Numbers::PerProcess(count);
+            }
             let connected = connected.clone();
             std::thread::Builder::new()
                 .name(format!("bonfire-connect-{rank}"))

@@ -19,7 +19,7 @@ use self::detected::Detected;
 use self::launcher::detect;
 pub use self::unknown::unknown_variables;
 use self::variables::{NamedNumber, RankAndSize, Variables};
-use super::source::{Launched, Missing, Source};
+use super::source::{Launched, Missing, Numbers, Source};
 use super::{Settings, TransportKind};
 use crate::sync::{DEADLINE_VARIABLE, seconds_from_env};
 use crate::types::Error;
@@ -178,6 +178,7 @@ fn describe(variables: &Variables) -> Result<Settings, Error> {
         by: launched.then_some(by),
         several,
         address: chosen,
+        numbers: own.both().map_or(Numbers::Unknown, |_| Numbers::PerProcess(1)),
         missing: Missing { rank: no_rank, world_size: no_size, address: no_address },
     };
     let settings = Settings::default();
