@@ -115,8 +115,8 @@ pub enum Refusal {
     )]
     Version { theirs: u16 },
     #[error(
-        "its processor has another byte order than this rank's, and ranks send numbers as they are in memory: start all \
-         ranks on processors of one kind"
+        "its processor has another byte order than this rank's, and ranks send numbers as they are in memory: start \
+         all ranks on processors of one kind"
     )]
     ByteOrder,
     #[error("it has a secret, and this rank none: {REMEDY}")]
