@@ -101,8 +101,9 @@ impl Launched {
         ("MVAPICH2", &["MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]),
         ("Hydra (PMI)", &["PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"]),
         ("Kubeflow", &["PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"]),
+        // Numbers that do not describe a rank alone: of launchers that are not recognised, or by other variables.
         (
-            "not recognised alone",
+            "others",
             &[
                 "LOCAL_RANK",
                 "PMIX_RANK",
