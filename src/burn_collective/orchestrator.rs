@@ -1,6 +1,7 @@
 //! The orchestrator, with which nodes register: assigns their ids and sends each the addresses of all. Tensors do not
 //! pass through it.
 
+use std::env::VarError;
 use std::io::{self, ErrorKind};
 use std::sync::{Arc, Mutex};
 
@@ -43,7 +44,14 @@ const NODES: usize = 1024;
 ///
 /// [`PeerId`]: crate::PeerId
 pub async fn start_global_orchestrator(port: u16) {
-    let host = std::env::var("BONFIRE_HOST").ok().filter(|host| !host.is_empty()).unwrap_or("127.0.0.1".into());
+    let host = match std::env::var("BONFIRE_HOST") {
+        Ok(host) if !host.is_empty() => host,
+        Err(VarError::NotUnicode(host)) => {
+            log::error!("the orchestrator cannot listen: BONFIRE_HOST is {host:?}, which is not UTF-8");
+            return;
+        }
+        _ => "127.0.0.1".into(),
+    };
     let (listener, secret) = match listen(&host, port).await {
         Ok(listening) => listening,
         Err(error) => {

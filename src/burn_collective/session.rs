@@ -81,7 +81,7 @@ struct RegisteredPeer {
 impl Session {
     pub fn register(&self, id: PeerId, device: Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
         let multi_node = config.multi_node()?;
-        let deadline = deadline_from_env(|name| std::env::var(name).ok()).map_err(other_error)?.unwrap_or(DEADLINE);
+        let deadline = deadline_from_env().map_err(other_error)?.unwrap_or(DEADLINE);
         let mut state = lock(&self.state);
         if state.members.contains_key(&id) {
             return Err(CollectiveError::MultipleRegister);

@@ -133,6 +133,6 @@ impl Status {
 
 /// A device has no caller to return an error to, so a malformed setting is logged.
 fn default_deadline() -> Duration {
-    let set = deadline_from_env(|name| std::env::var(name).ok());
+    let set = deadline_from_env();
     set.inspect_err(|error| log::warn!("{error}; taking {DEADLINE:?}")).ok().flatten().unwrap_or(DEADLINE)
 }

@@ -127,7 +127,7 @@ impl Drop for Meeting {
 impl Session {
     pub fn register(&self, id: PeerId, device: Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
         config.check()?;
-        let deadline = deadline_from_env(|name| std::env::var(name).ok()).map_err(other_error)?.unwrap_or(DEADLINE);
+        let deadline = deadline_from_env().map_err(other_error)?.unwrap_or(DEADLINE);
         let mut state = lock(&self.state);
         if state.peers.contains_key(&id) {
             return Err(CollectiveError::MultipleRegister);

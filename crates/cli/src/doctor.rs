@@ -7,8 +7,9 @@ mod launchers;
 mod network;
 mod system;
 
-use crate::failure::{Failure, print};
+use crate::failure::Failure;
 use crate::machine::Machine;
+use crate::stream::print;
 use findings::Findings;
 
 /// Check this machine: processors, memory, network, limits, launchers, GPUs

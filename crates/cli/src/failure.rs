@@ -1,7 +1,6 @@
 //! Errors that end the program.
 
 use std::fmt::Display;
-use std::io::{self, Write};
 
 /// An error message for the user, with the exit status.
 #[derive(Debug, thiserror::Error)]
@@ -16,13 +15,6 @@ impl Failure {
     pub fn with<E: Display>(status: u8) -> impl Fn(E) -> Failure {
         move |error| Failure { status, reason: error.to_string() }
     }
-}
-
-/// Prints to standard output and flushes it.
-pub fn print(text: &str) -> Result<(), Failure> {
-    let mut stdout = io::stdout().lock();
-    let printed = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
-    printed.map_err(|error| Failure::with(1)(format!("cannot print: {error}")))
 }
 
 #[cfg(test)]

@@ -5,6 +5,16 @@ use std::path::Path;
 
 use bonfire_core::internal::cgroups;
 
+/// How often memory ran out. The counters only grow.
+#[cfg(unix)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MemoryShortage {
+    /// Processes of this process's control group that the system killed for it, whatever the reason of the shortage.
+    pub kills: u64,
+    /// How often the group or one above it reached its limit and could not make room.
+    pub at_limit: u64,
+}
+
 /// The files of `/proc` and `/sys`, below another root in tests.
 pub struct Machine<'a> {
     pub root: &'a Path,
@@ -51,6 +61,23 @@ impl Machine<'_> {
         // Version 1 writes "no limit" as a number above any machine's memory.
         let bytes = |text: String| text.parse::<u64>().ok().filter(|bytes| *bytes < 1 << 60);
         self.cgroup_files("memory", "memory.max", "memory.limit_in_bytes").filter_map(bytes).min()
+    }
+
+    /// Returns how often memory ran out in the process's cgroup; zeros where nothing is counted.
+    #[cfg(unix)]
+    pub fn memory_shortage(&self) -> MemoryShortage {
+        let count = |text: &str, name: &str| {
+            let mut fields = text.lines().filter_map(|line| line.split_once(' '));
+            fields.find(|(other, _)| *other == name).and_then(|(_, number)| number.trim().parse::<u64>().ok())
+        };
+        let kills = self.cgroup_files("memory", "memory.events", "memory.oom_control");
+        // Version 1 has a file with nothing but this number.
+        let failures = self.cgroup_files("memory", "memory.events", "memory.failcnt");
+        MemoryShortage {
+            // That of its own group: in version 2 it includes those below, in version 1 no others.
+            kills: kills.filter_map(|text| count(&text, "oom_kill")).next().unwrap_or(0),
+            at_limit: failures.filter_map(|text| count(&text, "oom").or_else(|| text.parse().ok())).sum(),
+        }
     }
 
     /// Returns the processor time that the process's cgroup and its ancestors allow, in processors.

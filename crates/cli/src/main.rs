@@ -6,6 +6,7 @@ mod floor;
 mod machine;
 mod perf;
 mod run;
+mod stream;
 mod text;
 mod trace;
 
@@ -23,7 +24,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace::run(&args),
     };
     ExitCode::from(status.unwrap_or_else(|failure| {
-        eprintln!("error: {failure}");
+        stream::complain(format_args!("error: {failure}"));
         failure.status
     }))
 }

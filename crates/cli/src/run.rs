@@ -7,6 +7,10 @@ mod fate;
 #[cfg(unix)]
 mod layout;
 #[cfg(unix)]
+mod memory;
+#[cfg(target_os = "linux")]
+mod orphans;
+#[cfg(unix)]
 mod output;
 #[cfg(unix)]
 mod rank;
@@ -14,6 +18,8 @@ mod rank;
 mod reports;
 #[cfg(unix)]
 mod signals;
+#[cfg(unix)]
+mod sink;
 #[cfg(unix)]
 mod supervise;
 
@@ -26,7 +32,7 @@ pub fn run(args: &Args) -> Result<u8, Failure> {
     let layout = layout::Layout::new(args).map_err(Failure::with(2))?;
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for warning in bonfire_core::internal::unknown_variables(names) {
-        eprintln!("bonfire: {warning}");
+        crate::stream::complain(format_args!("bonfire: {warning}"));
     }
     supervise::run(&layout, args).map_err(|error| Failure::with(error.status())(error))
 }

@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 use bonfire::trace::Trace;
 use serde_json::json;
 
-use crate::failure::{Failure, print};
+use crate::failure::Failure;
+use crate::stream::print;
 use diagnosis::Diagnosis;
 
 /// Diagnose a failure or hang from traces: missing ranks, mismatched calls, stragglers

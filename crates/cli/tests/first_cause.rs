@@ -13,7 +13,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 
 use bonfire_testing::in_parallel;
-use faults::{CGROUP, Cgroup, FAULTS, Fault, rank};
+use faults::{Cgroup, FAULTS, Fault, LEAVES, STUCK, rank};
 
 /// Ranks of a run.
 const RANKS: usize = 3;
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     }
     let times = env::var("BONFIRE_FAULTS").map_or(5, |text| text.parse().expect("BONFIRE_FAULTS is a whole number"));
     let cgroup = Cgroup::new();
-    let folder = cgroup.as_ref().map_or(Path::new(""), |cgroup| &cgroup.0);
+    let folder = cgroup.as_ref().map(|cgroup| &*cgroup.0).ok();
     let mut cases = Vec::new();
     for fault in FAULTS {
         if fault.needs_cgroup
@@ -69,6 +69,7 @@ fn main() -> ExitCode {
     });
     let mut wrong = wrong.into_inner().unwrap();
     wrong.extend(hang().err().map(|what| ("hang", what)));
+    wrong.extend(leaves().err().map(|what| ("leaves", what)));
     for (name, what) in &wrong {
         println!("{name}: {what}\n");
     }
@@ -80,11 +81,17 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(!wrong.is_empty()))
 }
 
-/// Runs three ranks with these arguments and variables. Returns the launcher's status and standard error.
-fn launch(words: [&str; 3], variables: &[(&str, &str)]) -> (Option<i32>, String) {
+/// Runs three ranks with these arguments and variables, in a control group if one is given. Returns the launcher's
+/// status and standard error.
+fn launch(words: [&str; 3], variables: &[(&str, &str)], cgroup: Option<&Path>) -> (Option<i32>, String) {
     let own = env::current_exe().expect("the test's own binary");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
-    command.args(["run", "-n", &RANKS.to_string(), "--"]).arg(own).arg("rank").args(words);
+    let mut command = Command::new("sh");
+    match cgroup {
+        Some(cgroup) => command.args(["-c", "echo 0 >\"$0/cgroup.procs\" && exec \"$@\""]).arg(cgroup),
+        None => command.args(["-c", "exec \"$@\"", "sh"]),
+    };
+    command.args([env!("CARGO_BIN_EXE_bonfire"), "run", "-n", &RANKS.to_string(), "--"]);
+    command.arg(own).arg("rank").args(words);
     let output = command.env_remove("BONFIRE_TRACE").envs(variables.iter().copied()).output();
     let output = output.expect("the launcher starts");
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
@@ -95,28 +102,38 @@ fn launch(words: [&str; 3], variables: &[(&str, &str)]) -> (Option<i32>, String)
 fn hang() -> Result<(), String> {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path().to_str().expect("a name in UTF-8");
-    let (status, stderr) = launch(["hang", "2", "false"], &[("BONFIRE_DEADLINE", "3"), ("BONFIRE_TRACE", folder)]);
+    let variables = [("BONFIRE_DEADLINE", "3"), ("BONFIRE_TRACE", folder)];
+    let (status, stderr) = launch(["hang", "2", "false"], &variables, None);
     let wanted = [
         " in all_reduce(f32 x 1000, mean) #20 for rank 2\n",
         "bonfire: no rank of this node failed by itself; rank ",
         "it exited with status 1 after the error: all_reduce(f32 x 1000, mean) #20 timed out",
         "bonfire:   rank 2: killed by SIGTERM, sent by the launcher\n",
         &format!("else `bonfire trace {folder}` says what each rank did"),
+        &format!(" rank 2, which was killed by SIGTERM, sent by the launcher; its last line:\n  | {STUCK}\n"),
     ];
     let right = status == Some(1) && wanted.iter().all(|part| stderr.contains(part));
     let once = stderr.matches(" has waited ").count() == 1 && !stderr.contains("set BONFIRE_TRACE");
     if right && once { Ok(()) } else { Err(format!("{status:?} instead of 1 and {wanted:#?}:\n{stderr}")) }
 }
 
-/// Runs the case and checks what the launcher says. `cgroup` is the control group for ranks that need one.
-fn run(case: &Case, cgroup: &Path) -> Result<(), String> {
+/// Rank 2 ends as if all were well while the others need it: it is named by its rank in the run.
+fn leaves() -> Result<(), String> {
+    let (status, stderr) = launch([LEAVES, "2", "false"], &[], None);
+    let wanted = [
+        "bonfire: no rank of this node failed by itself; rank ",
+        "bonfire: the errors of ranks 0-1 name rank 2, which exited with status 0; it printed nothing\n",
+    ];
+    let right = status == Some(1) && wanted.iter().all(|part| stderr.contains(part));
+    if right { Ok(()) } else { Err(format!("{status:?} instead of 1 and {wanted:#?}:\n{stderr}")) }
+}
+
+/// Runs the case and checks what the launcher says. `cgroup` is the control group for faults that need one.
+fn run(case: &Case, cgroup: Option<&Path>) -> Result<(), String> {
     let (status, stderr) = launch(
         [case.fault.name, &case.victim.to_string(), &case.others_panic.to_string()],
-        &[
-            ("BONFIRE_TRANSPORT", case.transport),
-            ("BONFIRE_DEADLINE", "60"),
-            (CGROUP, cgroup.to_str().expect("a name in UTF-8")),
-        ],
+        &[("BONFIRE_TRANSPORT", case.transport), ("BONFIRE_DEADLINE", "60")],
+        cgroup.filter(|_| case.fault.needs_cgroup),
     );
     let Case { fault: Fault { ended, status: wanted, .. }, victim, .. } = case;
     let first = format!("bonfire: rank {victim} failed first: it {ended}");
@@ -130,7 +147,9 @@ fn run(case: &Case, cgroup: &Path) -> Result<(), String> {
             (number(low)..=number(high)).for_each(|rank| listed[rank] += 1);
         }
     }
-    let right = status == Some((*wanted).into()) && stderr.contains(&first) && listed == [1; RANKS];
+    // A limit on memory is claimed only where it was the reason.
+    let limited = stderr.contains("because its control group") == case.fault.needs_cgroup;
+    let right = status == Some((*wanted).into()) && stderr.contains(&first) && limited && listed == [1; RANKS];
     let wanted = format!("status {wanted}, '{first}' and the status of each rank once");
     if right { Ok(()) } else { Err(format!("{status:?} instead of {wanted}:\n{stderr}")) }
 }

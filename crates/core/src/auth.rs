@@ -1,7 +1,7 @@
 //! Authentication: a secret that all ranks of a job share, and the handshake by which two ends prove that they know it.
 //!
-//! Every connection begins with a [`Prologue`] of fixed size: protocol version, purpose, source and
-//! destination rank, job. With a secret, a Noise handshake follows. Its messages have fixed sizes too, and it
+//! Every connection begins with a [`Prologue`] of fixed size: protocol version, purpose, source and destination rank,
+//! job, byte order. With a secret, a Noise handshake follows. Its messages have fixed sizes too, and it
 //! authenticates the prologue. Only then does a rank read anything whose length the peer chooses. Without a secret
 //! there is only the prologue, and ranks listen and dial on loopback only.
 //!

@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 use self::join::Joined;
 use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
-pub(crate) use self::source::Source;
+pub(crate) use self::source::{Numbers, Source};
 use crate::auth::{self, Secret};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS};
 use crate::sync::{Mutex, OwnRuntime};
@@ -152,7 +152,7 @@ impl Settings {
     /// Rejects settings that can never work.
     pub fn check(&self) -> Result<(), Error> {
         self.complete()?;
-        let Settings { rank, world_size, address, .. } = self;
+        let Settings { rank, world_size, address, host, .. } = self;
         if *world_size == 0 {
             return Err(Error::argument("connect", "a group needs at least one rank"));
         }
@@ -163,6 +163,10 @@ impl Settings {
         }
         if u32::try_from(*world_size).is_err() {
             return Err(Error::argument("connect", "so many ranks cannot be counted in 32 bits"));
+        }
+        let addresses = [("the address", Some(address)), ("the host", host.as_ref())];
+        for (name, text) in addresses.into_iter().filter_map(|(name, text)| Some((name, text?))) {
+            source::without_zone(name, text)?;
         }
         if *world_size > 1 && !well_formed(address) {
             let reason = "give rank 0's address as host:port or [v6]:port, with a port from 1 to 65535";
@@ -216,8 +220,12 @@ fn connection_ended(rank: usize, e: io::Error) -> String {
 
 fn well_formed(address: &str) -> bool {
     let Some((host, port)) = address.rsplit_once(':') else { return false };
-    let bracketed = host.starts_with('[') && host.ends_with(']');
-    !host.is_empty() && (bracketed || !host.contains(':')) && port.parse::<u16>().is_ok_and(|port| port != 0)
+    let bracketed = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    let right = match bracketed {
+        Some(host) => host.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && !host.contains([':', '[', ']']),
+    };
+    right && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
 /// Connects to the other ranks of the group and blocks until all are connected. The caller has checked the settings.

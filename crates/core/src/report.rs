@@ -1,6 +1,6 @@
-//! What a rank tells the launcher that started it, `bonfire run`: that its group failed, whether the error names
-//! another rank, that its work counts as failed though no operation did, and that an operation waits. The launcher can
-//! then name the rank that failed first, whatever the programs print and in whatever order they end.
+//! What a rank tells the launcher that started it, `bonfire run`: that its group failed, which other ranks the error
+//! names, that its work counts as failed though no operation did, and that an operation waits. The launcher can then
+//! name the rank that failed first, whatever the programs print and in whatever order they end.
 //!
 //! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its
 //! inode and the local rank. A datagram is in the launcher's queue when the call that sends it returns, so before this
@@ -16,13 +16,14 @@ use std::time::Duration;
 use rustix::fs::{FileType, fstat};
 use serde::{Deserialize, Serialize};
 
-use crate::types::Error;
+use crate::types::{Error, ShrinkError};
 
 /// The environment variable by which a rank finds the socket: `DESCRIPTOR:INODE:LOCAL_RANK`.
 pub const VARIABLE: &str = "BONFIRE_LAUNCHER";
 
-/// Most characters of an error. Some systems limit datagrams to 2 KiB.
+/// Most characters of an error, and most ranks that a report names. Some systems limit datagrams to 2 KiB.
 const LONGEST: usize = 1000;
+const MOST_RANKS: usize = 64;
 
 /// A message from a rank to its launcher.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -45,8 +46,10 @@ pub enum Event {
     },
     /// A group of this rank failed, or could not be made.
     Failed {
-        /// Whether the error says that another rank is the cause.
+        /// Whether the error says, or may mean, that another rank is the cause.
         names_another: bool,
+        /// The ranks that it names, as the launcher numbers them, as far as their numbers are known.
+        named: Vec<usize>,
         /// The error as text.
         error: String,
     },
@@ -58,31 +61,42 @@ pub fn waits(elapsed: Duration, what: String) {
     send(|| Event::Waits { elapsed, what });
 }
 
-pub fn failed(error: &Error) {
-    send(|| failure(error));
+/// `number` returns the launcher's number of a rank of the group that failed, if it is known.
+pub fn failed(error: &Error, number: impl Fn(usize) -> Option<usize>) {
+    send(|| failure(error, number));
 }
 
 pub fn connected() {
     send(|| Event::Connected);
 }
 
-fn failure(error: &Error) -> Event {
-    Event::Failed { names_another: names_another(error), error: text(error) }
+fn failure(error: &Error, number: impl Fn(usize) -> Option<usize>) -> Event {
+    let named = named(error);
+    let names_another = named.is_some();
+    let named = named.unwrap_or_default().iter().filter_map(|rank| number(*rank)).take(MOST_RANKS).collect();
+    Event::Failed { names_another, named, error: text(error) }
 }
 
 fn text(error: &Error) -> String {
     error.to_string().chars().take(LONGEST).collect()
 }
 
-/// Whether the error says, or may mean, that another rank is the cause. The errors of other libraries do not tell.
-fn names_another(error: &Error) -> bool {
+/// Returns the ranks that are the cause, as the error says; none if it means another rank and does not say which one,
+/// as those of other libraries. `None` if it means no other rank.
+fn named(error: &Error) -> Option<Vec<usize>> {
     match error {
-        Error::PeerLost { .. } | Error::Left { .. } | Error::Timeout { .. } | Error::MemberMismatch { .. } => true,
-        Error::Rendezvous { .. } | Error::Shrink { .. } | Error::Disconnected { .. } => true,
-        Error::Nccl { .. } | Error::Mpi { .. } => true,
-        Error::InvalidArgument { .. } | Error::Config(_) | Error::Mismatch { .. } => false,
-        Error::Io { .. } | Error::Broken { .. } | Error::Library { .. } => false,
-        Error::Gpu { .. } | Error::OutOfMemory { .. } => false,
+        Error::PeerLost { peer, .. } | Error::Disconnected { peer, .. } | Error::Left { rank: peer, .. } => {
+            Some(vec![*peer])
+        }
+        Error::Timeout { missing, .. } => Some(missing.clone()),
+        Error::Shrink { why: ShrinkError::Missing { ranks, .. } | ShrinkError::Minority { silent: ranks }, .. } => {
+            Some(ranks.clone())
+        }
+        Error::Shrink { .. } | Error::MemberMismatch { .. } | Error::Rendezvous { .. } => Some(Vec::new()),
+        Error::Nccl { .. } | Error::Mpi { .. } => Some(Vec::new()),
+        Error::InvalidArgument { .. } | Error::Config(_) | Error::Mismatch { .. } => None,
+        Error::Io { .. } | Error::Broken { .. } | Error::Library { .. } => None,
+        Error::Gpu { .. } | Error::OutOfMemory { .. } => None,
     }
 }
 
@@ -118,6 +132,7 @@ mod tests {
     use std::os::fd::{AsFd, AsRawFd};
 
     use super::*;
+    use crate::types::{Call, DType, Operation, Site};
 
     fn variable(descriptor: impl AsFd, inode: u64) -> String {
         format!("{}:{inode}:7", descriptor.as_fd().as_raw_fd())
@@ -140,11 +155,37 @@ mod tests {
     }
 
     #[test]
-    fn long_errors_are_cut_to_the_size_of_a_datagram() {
-        let Event::Failed { names_another: false, error } = failure(&Error::Config("x".repeat(10_000))) else {
-            panic!()
+    fn an_error_names_ranks_by_the_launchers_numbers() {
+        let named = |error: &Error| match failure(error, |rank| Some(10 + rank).filter(|number| *number < 13)) {
+            Event::Failed { names_another, named, .. } => (names_another, named),
+            event => panic!("{event:?}"),
         };
-        let report = Report { local: u32::MAX, event: Event::Failed { names_another: true, error } };
+        let call = Call {
+            operation: Operation::Barrier,
+            dtype: DType::U8,
+            count: 0,
+            reduction: None,
+            root: None,
+            sizes: None,
+        };
+        let (site, elapsed) = (Site { call, sequence: 0 }, Duration::ZERO);
+        assert_eq!(named(&Error::Left { site, rank: 2 }), (true, vec![12]));
+        assert_eq!(named(&Error::Timeout { site, rank: 0, missing: vec![1, 2, 3], elapsed }), (true, vec![11, 12]));
+        let excluded = Error::Shrink { rank: 0, why: ShrinkError::Excluded { by: 1 }, elapsed };
+        assert_eq!(named(&excluded), (true, vec![]));
+        assert_eq!(named(&Error::argument("test", "on purpose")), (false, vec![]));
+    }
+
+    #[test]
+    fn long_errors_are_cut_to_the_size_of_a_datagram() {
+        let error = Error::Config("x".repeat(10_000));
+        let Event::Failed { names_another: false, named, error } = failure(&error, Some) else { panic!() };
+        assert!(named.is_empty());
+        let missing = (100_000..200_000).collect();
+        let why = ShrinkError::Missing { ranks: missing, problem: String::new() };
+        let shrink = Error::Shrink { rank: 0, why, elapsed: Duration::ZERO };
+        let Event::Failed { names_another: true, named, .. } = failure(&shrink, Some) else { panic!() };
+        let report = Report { local: u32::MAX, event: Event::Failed { names_another: true, named, error } };
         let bytes = serde_json::to_vec(&report).unwrap();
         assert_eq!(serde_json::from_slice::<Report>(&bytes).unwrap(), report);
         assert!(bytes.len() <= 2048, "{}", bytes.len());

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
+use bonfire_core::launch::launch;
 use bonfire_core::{Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, send_line};
 
@@ -128,6 +129,35 @@ fn invalid_environments_are_rejected_at_once() {
         let error = Process::start("invalid_environments_are_rejected_at_once", &variables).outcome().unwrap_err();
         let Error::Config(reason) = &error else { panic!("{variables:?}: {error:?}") };
         assert!(parts.iter().all(|part| reason.contains(part)), "{variables:?}: {reason}");
+    }
+}
+
+#[test]
+fn an_unknown_launcher_does_not_mean_threads() {
+    if is_child() {
+        let trained = launch(4, |group: Group| Ok::<_, Error>(group.rank()));
+        return report(&trained.map(|ranks| format!("{ranks:?}")).map_err(|failed| *failed.error));
+    }
+    const NAME: &str = "an_unknown_launcher_does_not_mean_threads";
+    assert_eq!(Process::start(NAME, &[]).outcome(), Ok("[0, 1, 2, 3]".into()));
+    let error = Process::start(NAME, &[("PMIX_RANK", "1".into())]).outcome().unwrap_err();
+    assert!(matches!(&error, Error::Config(reason) if reason.contains("PMIX_RANK is 1")), "{error:?}");
+}
+
+#[test]
+fn a_variable_that_is_not_utf_8_does_not_count_as_unset() {
+    const NAME: &str = "a_variable_that_is_not_utf_8_does_not_count_as_unset";
+    if is_child() {
+        return report(&Group::from_env().map(|group| format!("{:?}", group.deadline())));
+    }
+    let plain = [("BONFIRE_RANK", "0".to_owned()), ("BONFIRE_WORLD_SIZE", "1".to_owned())];
+    assert_eq!(Process::start(NAME, &plain).outcome(), Ok("300s".into()));
+    for name in ["BONFIRE_DEADLINE", "BONFIRE_RANK"] {
+        let script = format!("{name}=$(printf '\\377') exec \"$@\"");
+        let script = ["sh", "-c", &script, "sh"].map(String::from);
+        let error = Process::start_by(&script, NAME, &plain).outcome().unwrap_err();
+        let named = format!("{name} is \"\\xFF\", which is not UTF-8");
+        assert!(matches!(&error, Error::Config(reason) if *reason == named), "{error:?}");
     }
 }
 

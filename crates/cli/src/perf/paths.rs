@@ -9,6 +9,7 @@ use serde::Deserialize;
 use super::args::Args;
 use super::operation::Benchmark;
 use crate::failure::Failure;
+use crate::stream::{complain, print};
 use crate::text::name;
 
 /// A path is taken from the one before only where it is faster by more than this: less is noise.
@@ -40,20 +41,21 @@ pub fn compare(args: &Args) -> Result<u8, Failure> {
     };
     let mut all = Vec::new();
     for path in paths {
-        eprintln!("measuring {path} ...");
+        complain(format_args!("measuring {path} ..."));
         all.push(Measured { path, rows: measure(path).map_err(Failure::with(1))? });
     }
-    println!("# {} on {} CUDA devices, in us", name(&args.benchmark), args.common.ranks);
+    print(&format!("# {} on {} CUDA devices, in us\n", name(&args.benchmark), args.common.ranks))?;
     for Measured { path, rows } in &all {
         if let Err(why) = rows {
-            println!("# {path}: not measured: {why}");
+            print(&format!("# {path}: not measured: {why}\n"))?;
         }
     }
     let measured: Vec<_> = all.iter().filter_map(|one| Some((one.path, one.rows.as_ref().ok()?))).collect();
     if measured.len() < 2 {
         return Err(Failure::with(1)("fewer than two paths could be measured, for the reasons above".to_owned()));
     }
-    println!("{:>12}{}  fastest", "bytes", measured.iter().map(|(path, _)| format!("{path:>12}")).collect::<String>());
+    let names: String = measured.iter().map(|(path, _)| format!("{path:>12}")).collect();
+    print(&format!("{:>12}{names}  fastest\n", "bytes"))?;
     let mut fastest: Vec<(usize, &str)> = Vec::new();
     let mut wrong = 0;
     let sizes = measured.first().into_iter().flat_map(|(_, rows)| rows.iter()).map(|row| row.bytes);
@@ -67,10 +69,11 @@ pub fn compare(args: &Args) -> Result<u8, Failure> {
         let times: Vec<_> = measured.iter().map(row).collect();
         let cells = times.iter().map(|time| time.map_or("-".into(), |(_, time)| format!("{time:.1}")));
         let best = best(&times.iter().flatten().copied().collect::<Vec<_>>(), fastest.last().map(|(_, path)| *path));
-        println!("{bytes:>12}{}  {best}", cells.map(|cell: String| format!("{cell:>12}")).collect::<String>());
+        let cells: String = cells.map(|cell: String| format!("{cell:>12}")).collect();
+        print(&format!("{bytes:>12}{cells}  {best}\n"))?;
         fastest.push((bytes, best));
     }
-    println!("BONFIRE_CUDA='{}'", table(&fastest));
+    print(&format!("BONFIRE_CUDA='{}'\n", table(&fastest)))?;
     Ok(u8::from(wrong > 0))
 }
 

@@ -32,6 +32,9 @@ impl FromStr for Master {
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let (host, port) = text.rsplit_once(':').ok_or(AddressError::NotHostPort)?;
         let port = port.parse().map_err(|_| AddressError::NotHostPort)?;
+        if host.contains('%') {
+            return Err(AddressError::Zone);
+        }
         let bracketed = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
         let valid = match bracketed {
             Some(address) => address.parse::<Ipv6Addr>().is_ok(),
@@ -58,6 +61,9 @@ impl fmt::Display for Master {
 
 /// Parses the value of `--host`.
 pub fn parse_host(text: &str) -> Result<IpAddr, AddressError> {
+    if text.contains('%') {
+        return Err(AddressError::Zone);
+    }
     let host: IpAddr = text.parse().map_err(|_| AddressError::NotAddress)?;
     if host.is_unspecified() {
         return Err(AddressError::Unspecified);
@@ -72,6 +78,8 @@ pub enum AddressError {
     NotHostPort,
     #[error("give an IP address without a port, such as 10.0.0.2 or fd00::2")]
     NotAddress,
+    #[error("an address with a zone (%) is valid on one host only: give one that all hosts can reach")]
+    Zone,
     #[error("this address stands for all interfaces: give one that the other ranks can connect to")]
     Unspecified,
 }
@@ -119,6 +127,8 @@ mod tests {
             let error = text.parse::<Master>().unwrap_err();
             assert_eq!(error, AddressError::Unspecified, "{text:?}");
         }
+        assert_eq!("[fe80::1%eth0]:1".parse::<Master>(), Err(AddressError::Zone));
+        assert_eq!(parse_host("fe80::1%eth0"), Err(AddressError::Zone));
         assert_eq!(parse_host("localhost"), Err(AddressError::NotAddress));
         assert_eq!(parse_host("0.0.0.0"), Err(AddressError::Unspecified));
     }

@@ -104,6 +104,13 @@ Failures:
   first to end is the first failure. A rank that exits with status 0 does not end the others. When a
   rank has ended, all processes left in its process group are killed.
 
+Output:
+  Output that cannot be written never ends the ranks. If a stream of the launcher fails, because its
+  reader has ended or a disk is full, lines for it are dropped, which is said on the other stream;
+  they are counted where they are missing, or at the end. A reader that pauses or is slow delays the
+  ranks only once 16 MiB wait for it. If it then takes nothing for 10 seconds, lines are dropped
+  until it goes on. None of this changes the exit status.
+
 Hangs:
   When a rank has waited for others for a tenth of the deadline (BONFIRE_DEADLINE, 300 seconds by
   default), the launcher prints in which operation and for which ranks.
@@ -112,7 +119,7 @@ Exit status:
   0      every rank exited with status 0, apart from the failures that --tolerate permits
   S      the rank that failed first, of those that --tolerate does not permit, exited with status S
   128+N  that rank was killed by signal N, or signal N to the launcher ended the run
-  1      the launcher failed, for instance because its output was closed
+  1      the launcher failed
   2      bad arguments; nothing was started
   126    the command cannot be executed
   127    the command was not found";

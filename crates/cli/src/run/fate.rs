@@ -2,7 +2,8 @@
 //!
 //! The order in which ranks end says little: a rank that lost a peer may end before that peer, which still unwinds or
 //! frees its memory. So a rank that failed without a word, or with an error of its own, comes before a rank that
-//! reported an error which names another rank. Such an error is a consequence.
+//! reported an error which names another rank. Such an error is a consequence. If there are no others, the rank that
+//! they name is where the failure began: it may hang, or have ended as if all were well.
 
 use std::collections::BTreeMap;
 
@@ -34,6 +35,8 @@ struct Fate {
 struct Failure {
     event: u64,
     names_another: bool,
+    /// The ranks that the error names, of this node or others.
+    named: Vec<usize>,
     error: String,
 }
 
@@ -58,11 +61,11 @@ impl Fates {
     }
 
     /// A group of this rank failed.
-    pub fn failed(&mut self, local: u32, names_another: bool, error: String) {
+    pub fn failed(&mut self, local: u32, names_another: bool, named: Vec<usize>, error: String) {
         self.heard = true;
         let event = self.next_event();
         if let Some(fate) = self.ranks.get_mut(local as usize) {
-            fate.failure.get_or_insert(Failure { event, names_another, error });
+            fate.failure.get_or_insert(Failure { event, names_another, named, error });
         }
     }
 
@@ -117,21 +120,61 @@ impl Fates {
         self.ranks.iter().enumerate().filter_map(suspect)
     }
 
-    /// Describes how the rank that failed first ended, in words that follow `bonfire: `.
-    pub fn describe(&self, local: u32, first_rank: u32) -> String {
+    /// Describes the cause, given the rank that failed first, in lines that follow `bonfire: `. The last one is about
+    /// the rank whose local rank it returns.
+    pub fn describe(&self, local: u32, first_rank: u32) -> (Vec<String>, u32) {
         let (fate, rank) = (&self.ranks[local as usize], first_rank + local);
         let ended = fate.end.map_or("still runs".to_owned(), |end| end.how.to_string());
-        match &fate.failure {
+        let what = match &fate.failure {
             None if self.heard => format!("rank {rank} failed first: it {ended}"),
             None => format!("rank {rank} ended first: it {ended}"),
             Some(Failure { names_another: false, error, .. }) => {
                 format!("rank {rank} failed first: it {ended} after the error: {error}")
             }
-            Some(Failure { error, .. }) => format!(
-                "no rank of this node failed by itself; rank {rank} was the first that named another: it {ended} after \
-                 the error: {error}"
-            ),
+            Some(Failure { error, .. }) => {
+                let what = format!(
+                    "no rank of this node failed by itself; rank {rank} was the first that named another: it {ended} \
+                     after the error: {error}"
+                );
+                return self.describe_named(what, local, first_rank);
+            }
+        };
+        (vec![what], local)
+    }
+
+    /// Adds the rank that the errors name to the description of the first of them, that of `local`.
+    fn describe_named(&self, first: String, local: u32, first_rank: u32) -> (Vec<String>, u32) {
+        let Some((rank, by)) = self.named(first_rank) else { return (vec![first], local) };
+        let errors = if by.len() == 1 { "the error of" } else { "the errors of" };
+        let name = if by.len() == 1 { "names" } else { "name" };
+        let named = format!("{errors} {} {name} rank {rank}", named(&by));
+        let here = rank.checked_sub(first_rank as usize).and_then(|local| Some((local as u32, self.ranks.get(local)?)));
+        match here {
+            Some((local, fate)) => {
+                (vec![first, format!("{named}, which {}", fate.way().unwrap_or("still runs".into()))], local)
+            }
+            None => (vec![format!("{named}, which is on another node: look at its output there"), first], local),
         }
+    }
+
+    /// Returns the rank that most errors of other ranks name, the first of several, and those other ranks.
+    fn named(&self, first_rank: u32) -> Option<(usize, Vec<usize>)> {
+        let mut failures: Vec<_> = (first_rank as usize..)
+            .zip(&self.ranks)
+            .filter_map(|(rank, fate)| Some((rank, fate.failure.as_ref()?)))
+            .collect();
+        failures.sort_by_key(|(_, failure)| failure.event);
+        let names = |(rank, failure): &(usize, &Failure), other| *rank != other && failure.named.contains(&other);
+        let candidates = failures.iter().flat_map(|(_, failure)| &failure.named).copied();
+        let by = |other: usize| -> Vec<usize> {
+            let by = failures.iter().filter(|failure| names(failure, other)).map(|(rank, _)| *rank);
+            by.collect()
+        };
+        // Of equal elements the last is the greatest.
+        let most = candidates.rev().max_by_key(|named| by(*named).len())?;
+        let mut by = by(most);
+        by.sort_unstable();
+        (!by.is_empty()).then_some((most, by))
     }
 
     /// Returns a line for each way in which ranks ended, if there are several ranks. `first_rank` is that of local rank
@@ -141,17 +184,10 @@ impl Fates {
             return Vec::new();
         }
         let mut ways: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-        for (local, fate) in self.ranks.iter().enumerate() {
-            let Some(end) = fate.end else { continue };
-            let why = match &fate.failure {
-                _ if end.told && matches!(end.how, End::Killed(_)) && is_obedient(end.how) => ", sent by the launcher",
-                _ if end.told => " after it was told to end",
-                _ if !end.how.failed() => "",
-                Some(failure) if failure.names_another => " after an error that names another rank",
-                Some(_) => " after an error of its group",
-                None => "",
-            };
-            ways.entry(format!("{}{why}", end.how)).or_default().push(first_rank as usize + local);
+        for (rank, fate) in (first_rank as usize..).zip(&self.ranks) {
+            if let Some(way) = fate.way() {
+                ways.entry(way).or_default().push(rank);
+            }
         }
         let mut ways: Vec<_> = ways.into_iter().map(|(how, ranks)| (ranks, how)).collect();
         ways.sort();
@@ -164,11 +200,28 @@ impl Fates {
     }
 }
 
+impl Fate {
+    /// Returns how the rank ended, and what preceded it.
+    fn way(&self) -> Option<String> {
+        let end = self.end?;
+        let why = match &self.failure {
+            _ if end.told && matches!(end.how, End::Killed(_)) && is_obedient(end.how) => ", sent by the launcher",
+            _ if end.told => " after it was told to end",
+            _ if !end.how.failed() => "",
+            Some(failure) if failure.names_another => " after an error that names another rank",
+            Some(_) => " after an error of its group",
+            None => "",
+        };
+        Some(format!("{}{why}", end.how))
+    }
+}
+
 /// Whether a rank that was told to end may have ended in this way because of it. Any other signal is a fault: the
 /// system can take longer to write down the memory of a rank that crashed than the others take to end.
 fn is_obedient(end: End) -> bool {
     match end {
         End::Exited(_) => true,
+        End::OutOfMemory { .. } => false,
         End::Killed(signal) => [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::KILL]
             .into_iter()
             .any(|sent| sent.as_raw() == signal),
@@ -185,6 +238,7 @@ mod tests {
     /// An event: a rank reports an error that names another rank or none, or connects, or ends.
     enum Step {
         Names(u32),
+        NamesRanks(u32, &'static [usize]),
         Own(u32),
         Connects(u32),
         Ends(u32, End),
@@ -197,8 +251,9 @@ mod tests {
         let mut fates = Fates::new(3);
         for step in steps {
             match *step {
-                Names(local) => fates.failed(local, true, "another".into()),
-                Own(local) => fates.failed(local, false, "own".into()),
+                Names(local) => fates.failed(local, true, vec![], "another".into()),
+                NamesRanks(local, named) => fates.failed(local, true, named.to_vec(), format!("names {named:?}")),
+                Own(local) => fates.failed(local, false, vec![], "own".into()),
                 Connects(local) => fates.connected(local),
                 Ends(local, end) => fates.ended(local, end, false),
                 Tolerated(local, end) => fates.ended(local, end, true),
@@ -256,10 +311,70 @@ mod tests {
                 "rank 12: killed by SIGSEGV",
             ]
         );
-        assert_eq!(fates.describe(2, 10), "rank 12 failed first: it was killed by SIGSEGV");
+        assert_eq!(fates.describe(2, 10), (vec!["rank 12 failed first: it was killed by SIGSEGV".into()], 2));
         // Nothing is claimed that is not known.
         let silent = self::fates(&[Ends(2, SEGV), Ends(0, ONE)]);
-        assert_eq!(silent.describe(2, 10), "rank 12 ended first: it was killed by SIGSEGV");
+        assert_eq!(silent.describe(2, 10), (vec!["rank 12 ended first: it was killed by SIGSEGV".into()], 2));
+    }
+
+    /// Checks what is said, and whose last lines follow, if no rank of the node failed by itself.
+    #[test]
+    fn the_rank_that_the_errors_name_is_described() {
+        const FIRST: &str = "no rank of this node failed by itself; rank 10 was the first that named another: it \
+                             exited with status 1 after the error: names ";
+        let cases: [(&[Step], &[&str], u32); 6] = [
+            // It hung, and was told to end.
+            (
+                &[NamesRanks(0, &[11]), NamesRanks(2, &[11]), Ends(0, ONE), Ends(2, ONE), TellAll, Ends(1, TERM)],
+                &["[11]", "the errors of ranks 10, 12 name rank 11, which was killed by SIGTERM, sent by the launcher"],
+                1,
+            ),
+            // It ended as if all were well.
+            (
+                &[Ends(1, End::Exited(0)), NamesRanks(0, &[11]), Ends(0, ONE)],
+                &["[11]", "the error of rank 10 names rank 11, which exited with status 0"],
+                1,
+            ),
+            // Its error names another rank: most errors count, and not its own.
+            (
+                &[NamesRanks(0, &[11, 12]), NamesRanks(1, &[12]), NamesRanks(2, &[12]), Ends(0, ONE), Ends(2, ONE)],
+                &[
+                    "[11, 12]",
+                    "the errors of ranks 10-11 name rank 12, which exited with status 1 after an error that names \
+                     another rank",
+                ],
+                2,
+            ),
+            // Of two that blame each other, the one that was blamed first.
+            (
+                &[NamesRanks(0, &[12]), NamesRanks(2, &[10]), Ends(0, ONE)],
+                &["[12]", "the error of rank 10 names rank 12, which still runs"],
+                2,
+            ),
+            // It is on another node.
+            (
+                &[NamesRanks(0, &[3]), Ends(0, ONE)],
+                &["the error of rank 10 names rank 3, which is on another node: look at its output there", "[3]"],
+                0,
+            ),
+            (&[NamesRanks(0, &[]), Ends(0, ONE)], &["[]"], 0),
+        ];
+        for (steps, said, last) in cases {
+            let said = said.iter().map(|line| match line.starts_with('[') {
+                true => format!("{FIRST}{line}"),
+                false => (*line).to_owned(),
+            });
+            let fates = fates(steps);
+            let (first, _) = fates.first().unwrap();
+            assert_eq!((first, fates.describe(first, 10)), (0, (said.collect(), last)));
+        }
+    }
+
+    #[test]
+    fn memory_that_ran_out_is_a_cause_also_while_the_ranks_are_told_to_end() {
+        let out = End::OutOfMemory { limit: None };
+        let fates = fates(&[Names(0), Ends(0, ONE), TellAll, Ends(1, TERM), Ends(2, out)]);
+        assert_eq!(fates.first(), Some((2, 137)));
     }
 
     #[test]

@@ -5,27 +5,21 @@ use std::env;
 use std::io::{self, IsTerminal};
 use std::mem;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use super::layout::Layout;
+use super::sink::{Sinks, Stream};
 
 /// Longer lines are split, so that memory is bounded.
 const LONGEST_LINE: usize = 64 * 1024;
 /// Most bytes to read from a pipe that outlived its rank. What the rank itself wrote is in the pipe by then, and a pipe
 /// holds at most this much unless its owner is privileged (pipe(7)).
 const LONGEST_REST: usize = 1024 * 1024;
-/// Capacity of the printer's queue. While it is full, the launcher reads nothing and the ranks' writes eventually block
-/// (backpressure).
+/// Capacity of the printer's own queue, in lines. It only fills while that of a stream is full ([`Sinks`]).
 const QUEUE: usize = 256;
 const LAST_LINES: usize = 20;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Stream {
-    Stdout,
-    Stderr,
-}
 
 pub enum PrinterMessage {
     Line {
@@ -36,15 +30,16 @@ pub enum PrinterMessage {
     },
     /// A line from the launcher itself.
     Note(String),
-    /// How all ranks ended, and how the one that failed first did. The printer adds that rank's last lines.
-    Failure { ends: Vec<String>, local: u32, what: String },
+    /// How all ranks ended, and what is known about the cause. The printer adds the last lines of the rank with the
+    /// local rank `local`, with which the last of `what` ends.
+    Failure { ends: Vec<String>, what: Vec<String>, local: u32 },
 }
 
-/// Starts the printer task. It ends when all senders are dropped, or with an error if it cannot print.
-pub fn start_printer(layout: &Layout, prefixed: bool) -> (mpsc::Sender<PrinterMessage>, JoinHandle<io::Result<()>>) {
+/// Starts the printer task. It ends when all senders are dropped and everything was written or dropped.
+pub fn start_printer(layout: &Layout, prefixed: bool) -> io::Result<(mpsc::Sender<PrinterMessage>, JoinHandle<()>)> {
     let (sender, messages) = mpsc::channel(QUEUE);
-    let printer = Printer::new(layout, prefixed);
-    (sender, tokio::spawn(printer.print(messages)))
+    let printer = Printer::new(layout, prefixed, Sinks::start()?);
+    Ok((sender, tokio::spawn(printer.print(messages))))
 }
 
 /// Sends each line of `pipe` to the printer until the pipe ends or, once `cut` is true, until it has nothing to read.
@@ -76,8 +71,7 @@ pub async fn forward(
             rest = rest.saturating_sub(length);
         }
         for text in lines.split(&chunk[..length]) {
-            // If the printer is gone, the launcher is about to end the ranks. Reading continues, because SIGPIPE would
-            // prevent them from ending gracefully.
+            // The printer outlives its senders.
             let _ = printer.send(PrinterMessage::Line { local, stream, text }).await;
         }
     }
@@ -126,10 +120,11 @@ struct Printer {
     /// By local rank, for standard output and standard error.
     prefixes: Vec<[Vec<u8>; 2]>,
     last_lines: Vec<VecDeque<Vec<u8>>>,
+    sinks: Sinks,
 }
 
 impl Printer {
-    fn new(layout: &Layout, prefixed: bool) -> Self {
+    fn new(layout: &Layout, prefixed: bool, sinks: Sinks) -> Self {
         let allowed = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         let stdout = allowed && io::stdout().is_terminal();
         let stderr = stdout && io::stderr().is_terminal();
@@ -139,29 +134,28 @@ impl Printer {
             [stdout, stderr].map(|colour| if prefixed { prefix(rank, width, colour) } else { Vec::new() })
         };
         let ranks = 0..layout.local_world_size;
-        Self { last_lines: ranks.clone().map(|_| VecDeque::new()).collect(), prefixes: ranks.map(prefixes).collect() }
+        let last_lines = ranks.clone().map(|_| VecDeque::new()).collect();
+        Self { last_lines, prefixes: ranks.map(prefixes).collect(), sinks }
     }
 
-    async fn print(mut self, mut messages: mpsc::Receiver<PrinterMessage>) -> io::Result<()> {
+    async fn print(mut self, mut messages: mpsc::Receiver<PrinterMessage>) {
         let mut batch = Vec::new();
-        let mut bytes = Vec::new();
-        while messages.recv_many(&mut batch, QUEUE).await > 0 {
-            let mut current = Stream::Stdout;
-            for message in batch.drain(..) {
-                let stream = message.stream();
-                // Both streams may be one terminal or file, so their relative order is kept.
-                if stream != current {
-                    write(current, &mut bytes).await?;
-                    current = stream;
+        loop {
+            tokio::select! {
+                count = messages.recv_many(&mut batch, QUEUE), if !self.sinks.is_full() => {
+                    if count == 0 {
+                        break;
+                    }
+                    batch.drain(..).for_each(|message| self.render(message));
                 }
-                self.render(message, &mut bytes);
+                () = self.sinks.progress(), if !self.sinks.is_idle() => {}
             }
-            write(current, &mut bytes).await?;
         }
-        Ok(())
+        self.sinks.finish().await;
     }
 
-    fn render(&mut self, message: PrinterMessage, bytes: &mut Vec<u8>) {
+    fn render(&mut self, message: PrinterMessage) {
+        let (stream, mut bytes) = (message.stream(), Vec::new());
         match message {
             PrinterMessage::Line { local, stream, text } => {
                 bytes.extend_from_slice(&self.prefixes[local as usize][stream as usize]);
@@ -174,11 +168,12 @@ impl Printer {
                 last.push_back(text);
             }
             PrinterMessage::Note(text) => bytes.extend_from_slice(format!("bonfire: {text}\n").as_bytes()),
-            PrinterMessage::Failure { ends, local, what } => {
+            PrinterMessage::Failure { ends, what, local } => {
                 if !ends.is_empty() {
                     bytes.extend_from_slice(b"bonfire: the ranks ended in these ways:\n");
                     ends.iter().for_each(|end| bytes.extend_from_slice(format!("bonfire:   {end}\n").as_bytes()));
                 }
+                let what = what.join("\nbonfire: ");
                 let last = &self.last_lines[local as usize];
                 let lines = match last.len() {
                     0 => "it printed nothing".to_owned(),
@@ -193,6 +188,7 @@ impl Printer {
                 }
             }
         }
+        self.sinks.push(stream, &bytes);
     }
 }
 
@@ -203,19 +199,6 @@ impl PrinterMessage {
             Self::Note(_) | Self::Failure { .. } => Stream::Stderr,
         }
     }
-}
-
-/// Writes whole lines at once, so that none is interleaved with other output. tokio writes on another thread, so the
-/// launcher still handles signals while no process reads its output.
-async fn write(stream: Stream, bytes: &mut Vec<u8>) -> io::Result<()> {
-    let mut target: Box<dyn AsyncWrite + Send + Unpin> = match stream {
-        Stream::Stdout => Box::new(tokio::io::stdout()),
-        Stream::Stderr => Box::new(tokio::io::stderr()),
-    };
-    target.write_all(bytes).await?;
-    target.flush().await?;
-    bytes.clear();
-    Ok(())
 }
 
 fn prefix(rank: u32, width: usize, colour: bool) -> Vec<u8> {

@@ -13,6 +13,7 @@ use tokio::signal::unix::{self, SignalKind};
 use super::layout::Layout;
 use super::reports::Reports;
 use super::signals;
+use crate::text::size;
 
 /// A started rank. Dropping it kills its process group and reaps it.
 ///
@@ -74,7 +75,7 @@ impl Rank {
         let _ = kill_process_group(self.process(), signal);
     }
 
-    fn process(&self) -> Pid {
+    pub fn process(&self) -> Pid {
         Pid::from_child(&self.0)
     }
 }
@@ -104,6 +105,10 @@ pub struct RankHandles {
 pub enum End {
     Exited(u8),
     Killed(i32),
+    /// Killed by the system, because memory ran out: the bytes that its control group may use, if that was the limit.
+    OutOfMemory {
+        limit: Option<u64>,
+    },
 }
 
 impl End {
@@ -116,6 +121,7 @@ impl End {
         match self {
             Self::Exited(status) => status,
             Self::Killed(signal) => signals::exit_status(signal),
+            Self::OutOfMemory { .. } => signals::exit_status(Signal::KILL.as_raw()),
         }
     }
 }
@@ -125,6 +131,13 @@ impl fmt::Display for End {
         match self {
             Self::Exited(status) => write!(f, "exited with status {status}"),
             Self::Killed(signal) => write!(f, "was killed by {}", signals::name(*signal)),
+            Self::OutOfMemory { limit: Some(bytes) } => {
+                let most = size(*bytes);
+                write!(f, "was killed by SIGKILL, because its control group may use no more than {most} of memory")
+            }
+            Self::OutOfMemory { limit: None } => {
+                f.write_str("was killed by SIGKILL, because the machine had no memory left")
+            }
         }
     }
 }

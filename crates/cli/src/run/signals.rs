@@ -1,5 +1,6 @@
 //! Signals that the launcher forwards to the ranks.
 
+use std::future::pending;
 use std::io;
 
 use rustix::process::Signal;
@@ -48,6 +49,16 @@ pub fn exit_status(number: i32) -> u8 {
 /// Whether `signal` asks the ranks to end.
 pub fn ends(signal: Signal) -> bool {
     signal != Signal::USR1 && signal != Signal::USR2
+}
+
+/// Waits for a signal that asks the ranks to end.
+pub async fn termination(signals: &mut UnboundedReceiver<Signal>) {
+    while let Some(signal) = signals.recv().await {
+        if ends(signal) {
+            return;
+        }
+    }
+    pending().await
 }
 
 /// Returns the signals that were ignored before this process started, signal N in bit N - 1. Known on Linux only.

@@ -11,6 +11,7 @@ use bonfire_core::internal::{Event, Report};
 use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::runtime;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinHandle, JoinSet};
@@ -19,10 +20,15 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::args::Args;
 use super::fate::Fates;
 use super::layout::Layout;
-use super::output::{PrinterMessage, Stream, forward, start_printer};
+use super::memory::MemoryKills;
+#[cfg(target_os = "linux")]
+use super::orphans;
+use super::output::{PrinterMessage, forward, start_printer};
 use super::rank::{End, Rank, RankHandles, ended};
 use super::reports::Reports;
 use super::signals;
+use super::sink::Stream;
+use crate::machine::Machine;
 use crate::text::list;
 
 /// How long to wait for output of processes that an ended rank left behind, such as `tee`.
@@ -53,8 +59,6 @@ pub enum RunError {
     Start { rank: u32, source: io::Error },
     #[error("cannot wait for a rank: {0}; all ranks were killed")]
     Wait(io::Error),
-    #[error("cannot print the output of the ranks: {0}; the ranks were ended")]
-    Output(io::Error),
 }
 
 impl RunError {
@@ -83,7 +87,7 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     // Signals are caught before the first rank starts, so that none can orphan a rank.
     let mut signals = signals::listen().map_err(RunError::Runtime)?;
     let reports = Reports::new().map_err(RunError::Runtime)?;
-    let (messages, printer) = start_printer(layout, !args.no_prefix);
+    let (messages, printer) = start_printer(layout, !args.no_prefix).map_err(RunError::Runtime)?;
     let (end_sender, ends) = mpsc::unbounded_channel();
     let mut supervisor = Supervisor {
         first_rank: layout.first_rank,
@@ -93,13 +97,14 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
         ranks: BTreeMap::new(),
         running: BTreeSet::new(),
         fates: Fates::new(layout.local_world_size),
+        memory: MemoryKills::new(Machine::this()),
         reports,
         last_wait: String::new(),
         following: JoinSet::new(),
         ends,
         messages,
         notes: JoinSet::new(),
-        printer: Some(printer),
+        printer,
         shutdown: None,
     };
     for local in 0..layout.local_world_size {
@@ -129,6 +134,7 @@ struct Supervisor {
     /// Those of `ranks` that are not known to have ended.
     running: BTreeSet<u32>,
     fates: Fates,
+    memory: MemoryKills<'static>,
     reports: Reports,
     /// The last wait that was printed: all ranks that wait report the same one.
     last_wait: String,
@@ -137,8 +143,7 @@ struct Supervisor {
     messages: mpsc::Sender<PrinterMessage>,
     /// Pending sends of the launcher's own messages to the printer's queue.
     notes: JoinSet<()>,
-    /// `None` once it has failed.
-    printer: Option<JoinHandle<io::Result<()>>>,
+    printer: JoinHandle<()>,
     shutdown: Option<Shutdown>,
 }
 
@@ -161,12 +166,13 @@ enum Phase {
 enum Cause {
     Failure,
     Signal(Signal),
-    Output(io::Error),
 }
 
 impl Supervisor {
     /// Returns when every rank has ended and its output was read, or when the deadline for that has passed.
     async fn watch(&mut self, signals: &mut UnboundedReceiver<Signal>) -> Result<(), RunError> {
+        let mut exits = signal(SignalKind::child()).map_err(RunError::Runtime)?;
+        self.reap_orphans();
         while !self.ranks.is_empty() {
             let deadline = self.deadline();
             tokio::select! {
@@ -182,14 +188,11 @@ impl Supervisor {
                     }
                 },
                 Some((local, end)) = self.ends.recv() => self.on_end(local, end),
+                Some(()) = exits.recv() => self.reap_orphans(),
                 Ok(()) = self.reports.arrived() => self.receive_reports(),
                 Some(followed) = self.following.join_next() => {
                     let local = flatten(followed).map_err(RunError::Wait)?;
                     self.ranks.remove(&local);
-                }
-                error = failure(&mut self.printer) => {
-                    self.printer = None;
-                    self.end(Cause::Output(error), Signal::TERM);
                 }
             }
         }
@@ -203,15 +206,15 @@ impl Supervisor {
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
         let (status, print_deadline, report) = match self.shutdown.map(|shutdown| shutdown.cause) {
             None => (0, None, None),
-            Some(Cause::Output(error)) => return Err(RunError::Output(error)),
             Some(Cause::Signal(signal)) => {
                 (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
             }
             Some(Cause::Failure) => {
                 // The failure that began the shutdown was that of a rank.
                 let Some((local, status)) = self.fates.first() else { return Ok(1) };
-                let (ends, what) = (self.fates.list(self.first_rank), self.fates.describe(local, self.first_rank));
-                (status, None, Some(PrinterMessage::Failure { ends, local, what }))
+                let (ends, (what, local)) =
+                    (self.fates.list(self.first_rank), self.fates.describe(local, self.first_rank));
+                (status, None, Some(PrinterMessage::Failure { ends, what, local }))
             }
         };
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);
@@ -219,20 +222,17 @@ impl Supervisor {
             // The report comes after all notes.
             while notes.join_next().await.is_some() {}
             if let Some(report) = report {
-                // Fails only if the printer failed, which is checked next.
+                // The printer outlives its senders.
                 let _ = messages.send(report).await;
             }
             drop(messages);
-            match printer {
-                Some(printer) => flatten(printer.await).map_err(RunError::Output),
-                None => Ok(()),
-            }
+            flatten(printer.await.map(Ok))
         };
         tokio::select! {
-            printed = printing => printed.map(|()| status),
+            printed = printing => printed.map(|()| status).map_err(RunError::Wait),
             // Blocked output must not block the launcher's exit.
             () = deadline_passed(print_deadline) => Ok(status),
-            () = termination_signal(signals) => Ok(status),
+            () = signals::termination(signals) => Ok(status),
         }
     }
 
@@ -260,6 +260,10 @@ impl Supervisor {
     fn on_end(&mut self, local: u32, end: End) {
         // What the rank reported was sent before it ended.
         self.receive_reports();
+        let end = match self.shutdown.as_ref().map(|shutdown| shutdown.phase) {
+            Some(Phase::Killed { .. }) => end,
+            _ => self.memory.explain(end),
+        };
         self.running.remove(&local);
         log::debug!("rank {} {end}", self.first_rank + local);
         self.succeeded |= !end.failed();
@@ -283,11 +287,21 @@ impl Supervisor {
         self.shutdown = Some(Shutdown { cause: Cause::Failure, phase: Phase::Settling { since: Instant::now() } });
     }
 
+    /// Waits for ended processes that the launcher has adopted.
+    fn reap_orphans(&self) {
+        #[cfg(target_os = "linux")]
+        if orphans::are_adopted() {
+            orphans::reap(&Machine::this(), |process| self.ranks.values().any(|rank| rank.process() == process));
+        }
+    }
+
     /// Takes the reports that have arrived.
     fn receive_reports(&mut self) {
         while let Some(Report { local, event }) = self.reports.next() {
             match event {
-                Event::Failed { names_another, error } => self.fates.failed(local, names_another, error),
+                Event::Failed { names_another, named, error } => {
+                    self.fates.failed(local, names_another, named, error);
+                }
                 Event::Connected => self.fates.connected(local),
                 Event::Waits { elapsed, what } => {
                     if what != self.last_wait {
@@ -338,7 +352,7 @@ impl Supervisor {
             // The report of a failure waits for a slow reader such as a pager, but not after a signal to the launcher.
             let until = match shutdown.cause {
                 Cause::Signal(_) => Some(Instant::now() + PRINT_TIMEOUT),
-                Cause::Failure | Cause::Output(_) => None,
+                Cause::Failure => None,
             };
             shutdown.phase = Phase::Killed { until };
         }
@@ -357,7 +371,7 @@ impl Supervisor {
     fn note(&mut self, text: String) {
         let messages = self.messages.clone();
         self.notes.spawn(async move {
-            // Fails only if the printer failed, which is checked elsewhere.
+            // The printer outlives its senders.
             let _ = messages.send(PrinterMessage::Note(text)).await;
         });
     }
@@ -407,30 +421,11 @@ fn flatten<T>(result: Result<io::Result<T>, JoinError>) -> io::Result<T> {
     })
 }
 
-/// Waits until the printer fails, if there is one. Otherwise it does not end while it has senders.
-async fn failure(printer: &mut Option<JoinHandle<io::Result<()>>>) -> io::Error {
-    if let Some(printer) = printer
-        && let Err(error) = flatten(printer.await)
-    {
-        return error;
-    }
-    pending().await
-}
-
 async fn deadline_passed(instant: Option<Instant>) {
     match instant {
         Some(instant) => sleep_until(instant).await,
         None => pending().await,
     }
-}
-
-async fn termination_signal(signals: &mut UnboundedReceiver<Signal>) {
-    while let Some(signal) = signals.recv().await {
-        if signals::ends(signal) {
-            return;
-        }
-    }
-    pending().await
 }
 
 fn start_error(source: io::Error, args: &Args, rank: u32) -> RunError {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
 use std::time::Duration;
-use std::{env, fs, ptr, thread};
+use std::{fs, ptr, thread};
 
 use bonfire::{Group, ReduceOp};
 use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
@@ -14,6 +14,7 @@ pub struct Fault {
     /// What the launcher says about the rank, and its own exit status.
     pub ended: &'static str,
     pub status: u8,
+    /// Whether the launcher and its ranks need a control group with little memory.
     pub needs_cgroup: bool,
     fail: fn(),
 }
@@ -50,14 +51,10 @@ pub const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "no memory (cgroup)",
-        ended: "was killed by SIGKILL",
+        ended: "was killed by SIGKILL, because its control group may use no more than 512 MiB of memory",
         status: 137,
         needs_cgroup: true,
-        fail: || {
-            let cgroup = env::var_os(CGROUP).expect("the test names a control group");
-            fs::write(PathBuf::from(cgroup).join("cgroup.procs"), "0").expect("a process joins a group");
-            use_memory();
-        },
+        fail: use_memory,
     },
 ];
 
@@ -78,8 +75,12 @@ fn use_memory() {
     }
 }
 
-/// The environment variable with the path of the control group for ranks that run out of memory.
-pub const CGROUP: &str = "FIRST_CAUSE_CGROUP";
+/// The name of a fault that only the others see: the victim ends as if all were well. Rank 1 meets it in a subgroup,
+/// where ranks have other numbers.
+pub const LEAVES: &str = "leaves";
+
+/// What a victim that hangs prints last.
+pub const STUCK: &str = "waiting for nothing";
 
 /// A control group with little memory. Dropping it removes it: its processes have ended by then.
 pub struct Cgroup(pub PathBuf);
@@ -92,7 +93,7 @@ impl Cgroup {
             .find(|(root, _)| fs::exists(format!("{root}/cgroup.procs")).unwrap_or(false))
             .ok_or("there are no control groups")?;
         let cgroup = Cgroup(PathBuf::from(format!("{root}/bonfire-{}", process::id())));
-        let made = fs::create_dir(&cgroup.0).and_then(|()| fs::write(cgroup.0.join(limit), "64M"));
+        let made = fs::create_dir(&cgroup.0).and_then(|()| fs::write(cgroup.0.join(limit), "512M"));
         made.map_err(|error| format!("a control group cannot be made: {error}"))?;
         Ok(cgroup)
     }
@@ -121,6 +122,9 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
     let (name, fault) = (fault, FAULTS.iter().find(|known| known.name == fault));
     let mut slow = Slow(false);
     let group = Group::from_env().expect("ranks find each other");
+    if name == LEAVES {
+        return leave_early(&group, victim);
+    }
     let mut data = vec![1f32; 1000];
     for step in 0.. {
         if group.rank() == victim && step == 20 {
@@ -128,9 +132,12 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
             match fault {
                 Some(fault) => (fault.fail)(),
                 // A hang.
-                None => loop {
-                    thread::park();
-                },
+                None => {
+                    println!("{STUCK}");
+                    loop {
+                        thread::park();
+                    }
+                }
             }
         }
         match group.all_reduce(&mut data, ReduceOp::Mean) {
@@ -143,4 +150,15 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
         }
     }
     ExitCode::SUCCESS
+}
+
+/// Makes a subgroup of all ranks but 0, and ends in it on the victim.
+fn leave_early(group: &Group, victim: usize) -> ExitCode {
+    let pair = if group.rank() > 0 { Some(group.subgroup(&[1, 2]).expect("both make it")) } else { None };
+    if group.rank() == victim {
+        return ExitCode::SUCCESS;
+    }
+    let ended = pair.as_ref().unwrap_or(group).barrier();
+    eprintln!("{}", ended.expect_err("a barrier needs all ranks"));
+    ExitCode::FAILURE
 }

@@ -7,7 +7,7 @@ use std::io;
 use super::REMEDY;
 
 /// Version of the protocol between ranks. Any change to a message increments it.
-pub(super) const VERSION: u16 = 10;
+pub(super) const VERSION: u16 = 11;
 
 /// The first bytes of a prologue, which no other protocol uses.
 const MAGIC: [u8; 4] = *b"BNFR";
@@ -17,6 +17,9 @@ const ANSWER: [u8; 4] = *b"BNFA";
 /// Length of the head, the first bytes in either direction. The format is the same in all versions, so that either end
 /// can name the other's version.
 pub(super) const HEAD: usize = 8;
+
+/// The order of the bytes in the numbers of this rank's data, which ranks send as they are in memory.
+const BYTE_ORDER: u8 = if cfg!(target_endian = "little") { 1 } else { 2 };
 
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +66,7 @@ impl Prologue {
         bytes[16..20].copy_from_slice(&self.from.to_le_bytes());
         bytes[20..24].copy_from_slice(&self.to.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.world_size.to_le_bytes());
-        (bytes[28], bytes[29]) = (self.number, self.of);
+        (bytes[28], bytes[29], bytes[30]) = (self.number, self.of, BYTE_ORDER);
         bytes
     }
 
@@ -72,8 +75,11 @@ impl Prologue {
         check_head(bytes, MAGIC)?;
         let four = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let purpose = Purpose::ALL.into_iter().find(|purpose| *purpose as u8 == bytes[7]).ok_or(Refusal::Stranger)?;
-        if bytes[6] > 1 || bytes[30..] != [0; 2] {
+        if bytes[6] > 1 || !matches!(bytes[30..], [1 | 2, 0]) {
             return Err(Refusal::Stranger);
+        }
+        if bytes[30] != BYTE_ORDER {
+            return Err(Refusal::ByteOrder);
         }
         let session = u64::from(four(8)) | u64::from(four(12)) << 32;
         let (from, to, world_size) = (four(16), four(20), four(24));
@@ -108,6 +114,11 @@ pub enum Refusal {
          same release"
     )]
     Version { theirs: u16 },
+    #[error(
+        "its processor has another byte order than this rank's, and ranks send numbers as they are in memory: start \
+         all ranks on processors of one kind"
+    )]
+    ByteOrder,
     #[error("it has a secret, and this rank none: {REMEDY}")]
     OnlyTheirs,
     #[error("it has no secret, and this rank has one: {REMEDY}")]
@@ -129,8 +140,9 @@ impl Refusal {
             Some(Refusal::OnlyOurs) => 2,
             Some(Refusal::OtherSecret) => 3,
             Some(Refusal::Misplaced(_)) => 4,
+            Some(Refusal::ByteOrder) => 5,
             // Bytes 4 and 5 hold the version.
-            Some(_) => 5,
+            Some(_) => 6,
         };
         let mut head = [0; HEAD];
         head[..4].copy_from_slice(&ANSWER);
@@ -148,6 +160,7 @@ impl Refusal {
             (2, 0) => Err(Refusal::OnlyTheirs),
             (3, 0) => Err(Refusal::OtherSecret),
             (4, 0) => Err(Refusal::Misplaced("it expects another job, rank or world size; see its log".into())),
+            (5, 0) => Err(Refusal::ByteOrder),
             _ => Err(Refusal::Stranger),
         }
     }
@@ -187,10 +200,11 @@ mod tests {
             change.iter().for_each(|(at, byte)| bytes[*at] = *byte);
             Prologue::from_bytes(&bytes)
         };
-        for change in [(0, 0), (3, b'A'), (6, 2), (7, 0), (7, 6), (30, 1), (31, 1)] {
+        for change in [(0, 0), (3, b'A'), (6, 2), (7, 0), (7, 6), (30, 0), (30, 3), (31, 1)] {
             assert!(matches!(read(&[change]), Err(Refusal::Stranger)), "{change:?}");
         }
         assert!(matches!(read(&[(4, 9), (5, 1)]), Err(Refusal::Version { theirs: 265 })));
+        assert!(matches!(read(&[(30, 3 - BYTE_ORDER)]), Err(Refusal::ByteOrder)));
     }
 
     #[test]
@@ -200,6 +214,7 @@ mod tests {
         assert!(matches!(round_trip(Some(Refusal::OnlyOurs)), Err(Refusal::OnlyTheirs)));
         assert!(matches!(round_trip(Some(Refusal::OnlyTheirs)), Err(Refusal::OnlyOurs)));
         assert!(matches!(round_trip(Some(Refusal::OtherSecret)), Err(Refusal::OtherSecret)));
+        assert!(matches!(round_trip(Some(Refusal::ByteOrder)), Err(Refusal::ByteOrder)));
         assert!(matches!(round_trip(Some(Refusal::Misplaced(String::new()))), Err(Refusal::Misplaced(_))));
         // A reflected prologue is not an answer.
         let mut head = [0; HEAD];

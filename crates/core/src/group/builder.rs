@@ -14,9 +14,11 @@ use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::env::unknown_variables;
 #[cfg(unix)]
-use crate::rendezvous::{Launched, TransportKind};
+use crate::rendezvous::{Launched, Numbers, TransportKind};
 #[cfg(unix)]
 use crate::report;
+#[cfg(unix)]
+use crate::sync::from_env;
 use crate::transport::threads::ThreadEndpoint;
 use crate::transport::{Engines, GroupEndpoint, Transport};
 use crate::types::Error;
@@ -180,7 +182,7 @@ impl Builder {
     pub fn from_env() -> Result<Builder, Error> {
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         unknown_variables(names).iter().for_each(|warning| log::warn!("{warning}"));
-        let mut environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
+        let mut environment = from_env(|variable| crate::rendezvous::env::read(variable))?;
         environment.settings.secret = Secret::from_env()?;
         let algorithms = environment.algorithms.map_or(Ok(Selection::default()), |text| {
             plan::parse(&text).map_err(|reason| Error::Config(format!("BONFIRE_ALGORITHMS is '{text}': {reason}")))
@@ -204,6 +206,7 @@ impl Builder {
     pub fn rank(mut self, rank: usize) -> Self {
         self.settings.rank = rank;
         self.settings.source.missing.rank = None;
+        self.settings.source.numbers = Numbers::Unknown;
         self
     }
 
@@ -211,6 +214,7 @@ impl Builder {
     pub fn world_size(mut self, world_size: usize) -> Self {
         self.settings.world_size = world_size;
         self.settings.source.missing.world_size = None;
+        self.settings.source.numbers = Numbers::Unknown;
         // A launcher's statement that all ranks are on this host was about another number of ranks.
         self.settings.source.several.take_if(|several| !*several);
         self
@@ -295,8 +299,9 @@ impl Builder {
     }
 
     /// Sets whether SIGINT (Ctrl-C) and SIGTERM make the process leave the group and its subgroups gracefully, before
-    /// it ends as it would have. On for builders from the environment, off otherwise. Turn it off if the program
-    /// handles these signals itself and drops the group in order.
+    /// it ends as it would have. On for builders from the environment, off otherwise. A signal for which the program
+    /// has a handler when it arrives, installed before or after this call, is left to the program, and so is one that
+    /// is ignored.
     pub fn leave_on_interrupt(mut self, leave: bool) -> Self {
         self.leave_on_interrupt = leave;
         self
@@ -313,7 +318,8 @@ impl Builder {
     /// if MPI fails.
     pub fn connect(self) -> Result<Group, Error> {
         let connected = self.connect_group();
-        connected.as_ref().map_or_else(report::failed, |_| report::connected());
+        // The errors of a rendezvous name ranks in their text only.
+        connected.as_ref().map_or_else(|error| report::failed(error, |_| None), |_| report::connected());
         connected
     }
 
@@ -379,7 +385,10 @@ impl Builder {
         };
         let (connected, results) = std::sync::mpsc::channel();
         for rank in 0..count {
-            let builder = self.clone().rank(self.settings.rank * count + rank).world_size(world_size);
+            let mut builder = self.clone().rank(self.settings.rank * count + rank).world_size(world_size);
+            if let Numbers::PerProcess(_) = self.settings.source.numbers {
+                builder.settings.source.numbers = Numbers::PerProcess(count);
+            }
             let connected = connected.clone();
             std::thread::Builder::new()
                 .name(format!("bonfire-connect-{rank}"))

@@ -226,7 +226,7 @@ impl Core {
         let error = self.failure.get_or_init(|| error).clone();
         // First: so the launcher hears first from the rank where a failure begins.
         #[cfg(unix)]
-        crate::report::failed(&error);
+        crate::report::failed(&error, |rank| self.regroup.as_ref()?.number(rank));
         self.executor.transport.fail(&error, completed);
         // Last: the peers know by now and need not wait for a disk.
         self.save_trace();

@@ -68,7 +68,7 @@ impl Group {
         let hang = HangTimeout::new(self.hang_timeout, self.deadline(), self.core.failure());
         let base = regroup.shrink(&hang, &deadline);
         #[cfg(unix)]
-        base.as_ref().map_or_else(report::failed, |_| report::connected());
+        base.as_ref().map_or_else(|error| report::failed(error, |rank| regroup.number(rank)), |_| report::connected());
         let base = base?;
         // Relaxed: read and written in this rank's turn only.
         self.core.shrunk.store(true, Ordering::Relaxed);

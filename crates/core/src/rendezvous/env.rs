@@ -19,9 +19,9 @@ use self::detected::Detected;
 use self::launcher::detect;
 pub use self::unknown::unknown_variables;
 use self::variables::{NamedNumber, RankAndSize, Variables};
-use super::source::{Launched, Missing, Source};
+use super::source::{Launched, Missing, Numbers, Source};
 use super::{Settings, TransportKind};
-use crate::sync::{deadline_from_env, seconds_from_env};
+use crate::sync::{DEADLINE_VARIABLE, seconds_from_env};
 use crate::types::Error;
 
 /// What the environment says about a group.
@@ -37,12 +37,13 @@ pub(crate) struct Environment {
 impl Launched {
     /// The variables that describe a rank and its group: each launcher with the names that are read, except for
     /// secrets.
-    pub const VARIABLES: [(&str, &[&str]); 7] = [
+    pub const VARIABLES: [(&str, &[&str]); 8] = [
         (
             "bonfire",
             &[
                 "BONFIRE_RANK",
                 "BONFIRE_WORLD_SIZE",
+                "BONFIRE_LOCAL_RANK",
                 "BONFIRE_LOCAL_WORLD_SIZE",
                 "BONFIRE_ADDRESS",
                 "BONFIRE_HOST",
@@ -100,6 +101,22 @@ impl Launched {
         ("MVAPICH2", &["MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]),
         ("Hydra (PMI)", &["PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"]),
         ("Kubeflow", &["PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"]),
+        // Numbers that do not describe a rank alone: of launchers that are not recognised, or by other variables.
+        (
+            "others",
+            &[
+                "LOCAL_RANK",
+                "PMIX_RANK",
+                "MPI_LOCALRANKID",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+                "MV2_COMM_WORLD_LOCAL_RANK",
+                "FLUX_TASK_RANK",
+                "PALS_RANKID",
+                "ALPS_APP_PE",
+                "JSM_NAMESPACE_RANK",
+                "HOROVOD_RANK",
+            ],
+        ),
     ];
 }
 
@@ -121,7 +138,8 @@ pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Er
     };
     let algorithms = variable("BONFIRE_ALGORITHMS");
     let hang_timeout = seconds_from_env(&variable, "BONFIRE_HANG_TIMEOUT")?;
-    Ok(Environment { settings, deadline: deadline_from_env(&variable)?, hang_timeout, algorithms })
+    let deadline = seconds_from_env(&variable, DEADLINE_VARIABLE)?;
+    Ok(Environment { settings, deadline, hang_timeout, algorithms })
 }
 
 /// Finds rank, world size and address: each from Bonfire's own variable, or else from the launcher.
@@ -145,8 +163,12 @@ fn describe(variables: &Variables) -> Result<Settings, Error> {
         ("BONFIRE_ADDRESS", address.is_some()),
     ];
     let variables_set = variables_set.into_iter().filter_map(|(name, is_set)| is_set.then_some(name));
-    let by = detected.iter().map(|detected| &*detected.by).chain(variables_set).collect::<Vec<_>>().join(", ");
-    let launched = detected.is_some() || !own.is_empty();
+    let lone = if detected.is_none() && own.is_empty() { lone_rank(variables) } else { None };
+    let lone_by = lone.iter().map(|(name, _)| *name);
+    let by = detected.iter().map(|detected| &*detected.by).chain(lone_by).chain(variables_set);
+    let by = by.collect::<Vec<_>>().join(", ");
+    // With a number alone a process is not complete, and yet one of several: each of them must not train by itself.
+    let launched = detected.is_some() || lone.is_some() || !own.is_empty();
     let (address, chosen, no_address) = match (address, detected) {
         (Some(address), _) => (address, None, None),
         (None, Some(Detected { address: Ok(address), .. })) => (address.text, Some(address.chosen), None),
@@ -157,6 +179,7 @@ fn describe(variables: &Variables) -> Result<Settings, Error> {
         by: launched.then_some(by),
         several,
         address: chosen,
+        numbers: own.both().map_or(Numbers::Unknown, |_| Numbers::PerProcess(1)),
         missing: Missing { rank: no_rank, world_size: no_size, address: no_address },
     };
     let settings = Settings::default();
@@ -191,12 +214,30 @@ fn resolve(
 
 /// Returns the reason to report for a variable that is missing where no launcher was detected.
 fn missing_reason(variables: &Variables, name: &str) -> String {
-    let launchers = Launched::VARIABLES.map(|(launcher, _)| launcher)[1..].join(", ");
+    let [_, launchers @ .., _] = Launched::VARIABLES.map(|(launcher, _)| launcher);
+    let lone = lone_rank(variables).map_or(String::new(), |(name, value)| {
+        format!(
+            "; {name} is {value}, so something has started this process as one of several, which the other variables \
+             do not describe: unset {name} if it runs alone"
+        )
+    });
     format!(
-        "{name} is not set, and no launcher was recognised, of {launchers} and plain RANK with WORLD_SIZE{}: start the \
-         program with `bonfire run -n RANKS -- PROGRAM`, or describe the group with Group::builder()",
+        "{name} is not set, and no launcher was recognised, of {} and plain RANK with WORLD_SIZE{}: start the program \
+         with `bonfire run -n RANKS -- PROGRAM`, or describe the group with BONFIRE_RANK, BONFIRE_WORLD_SIZE and \
+         BONFIRE_ADDRESS, or with Group::builder(){lone}",
+        launchers.join(", "),
         slurm::hint(variables)
     )
+}
+
+/// Returns a variable that numbers this process among others, and its value. Alone it does not describe a rank.
+fn lone_rank(variables: &Variables) -> Option<(&'static str, String)> {
+    let [(_, own), .., (_, alone)] = Launched::VARIABLES;
+    let own = own.iter().filter(|name| **name == "BONFIRE_LOCAL_RANK");
+    let set = |name: &&'static str| Some((*name, variables.text(name)?));
+    // A batch script has the number of the first task.
+    let task = || set(&"SLURM_PROCID").filter(|(_, task)| task != "0");
+    own.chain(alone).find_map(set).or_else(task)
 }
 
 fn kind(variable: &impl Fn(&str) -> Option<String>) -> Result<TransportKind, Error> {

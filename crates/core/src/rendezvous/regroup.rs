@@ -165,6 +165,10 @@ impl Regroup for ProcessGroup {
     fn hosts(&self) -> Vec<usize> {
         self.hosts.clone()
     }
+
+    fn number(&self, rank: usize) -> Option<usize> {
+        self.settings.source.numbers.of(rank)
+    }
 }
 
 /// A resource that is held and not used.
@@ -339,7 +343,8 @@ impl ProcessGroup {
         }
         let session = session(others().map(|(_, endpoint)| *endpoint).chain([own]));
         let address = addresses[0].to_string();
-        let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
+        let mut settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
+        settings.source.numbers = settings.source.numbers.of_members(members);
         let identity = Identity { secret: settings.secret.clone(), session, rank, world_size: n };
         let accept_queue = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
         let hosts = hosts_of(members, &self.hosts);

@@ -14,7 +14,36 @@ pub(crate) struct Source {
     pub several: Option<bool>,
     /// Where rank 0's address comes from, if a launcher chose it.
     pub address: Option<String>,
+    pub numbers: Numbers,
     pub missing: Missing,
+}
+
+/// The numbers by which the launcher, `bonfire run`, knows the ranks of a group.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Numbers {
+    /// Code has numbered the ranks, or there is no such launcher.
+    #[default]
+    Unknown,
+    /// Each process has so many ranks, in their order.
+    PerProcess(usize),
+    /// By rank.
+    Listed(Vec<usize>),
+}
+
+impl Numbers {
+    pub fn of(&self, rank: usize) -> Option<usize> {
+        match self {
+            Numbers::Unknown => None,
+            Numbers::PerProcess(ranks) => rank.checked_div(*ranks),
+            Numbers::Listed(numbers) => numbers.get(rank).copied(),
+        }
+    }
+
+    /// The numbers of a group of these ranks, in their order.
+    pub fn of_members(&self, members: &[usize]) -> Numbers {
+        let numbers: Option<_> = members.iter().map(|member| self.of(*member)).collect();
+        numbers.map_or(Numbers::Unknown, Numbers::Listed)
+    }
 }
 
 /// Settings that neither the environment nor code has set: for each, the missing variable and what to do.
@@ -101,6 +130,18 @@ impl fmt::Display for Launched {
     }
 }
 
+/// Rejects an IPv6 address with a zone, as in `fe80::1%eth0`: ranks tell each other their addresses, and a zone means
+/// something on one host only.
+pub(super) fn without_zone(name: &str, address: &str) -> Result<(), Error> {
+    if address.contains('%') {
+        return Err(Error::Config(format!(
+            "{name} is '{address}': an address with a zone (%) is valid on one host only; give one that all hosts can \
+             reach"
+        )));
+    }
+    Ok(())
+}
+
 /// Whether an address (`host:port`) or a host is loopback as written. Names other than `localhost` are not looked up.
 pub(super) fn is_loopback(address: &str) -> bool {
     let whole = address.parse::<std::net::IpAddr>().is_ok();
@@ -108,5 +149,22 @@ pub(super) fn is_loopback(address: &str) -> bool {
     match host.parse::<std::net::IpAddr>() {
         Ok(ip) => ip.to_canonical().is_loopback(),
         Err(_) => host.eq_ignore_ascii_case("localhost"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn members_keep_the_launchers_numbers() {
+        let launched = Numbers::PerProcess(1);
+        let survivors = launched.of_members(&[0, 2, 3]);
+        let pair = survivors.of_members(&[1, 2]);
+        assert_eq!([0, 1, 2, 3].map(|rank| survivors.of(rank)), [Some(0), Some(2), Some(3), None]);
+        assert_eq!([0, 1].map(|rank| pair.of(rank)), [Some(2), Some(3)]);
+        // Two ranks in each process.
+        assert_eq!([0, 1, 2, 5].map(|rank| Numbers::PerProcess(2).of(rank)), [0, 0, 1, 2].map(Some));
+        assert_eq!(Numbers::Unknown.of_members(&[0]).of(0), None);
     }
 }

@@ -114,4 +114,25 @@ fn addresses_have_a_host_and_a_port() {
     for wrong in ["", ":", ":1", "host", "host:", "host:0", "host:65536", "host:x", "::1:29500", "[::1]", "a:b:1"] {
         assert!(!well_formed(wrong), "{wrong}");
     }
+    for wrong in ["[host]:1", "[]:1", "[::1:1", "[10.0.0.1]:1", "::1]:1"] {
+        assert!(!well_formed(wrong), "{wrong}");
+    }
+}
+
+#[test]
+fn a_zone_is_rejected_wherever_an_address_is_given() {
+    let error = |result: Result<(), Error>| result.unwrap_err().to_string();
+    let zone = "an address with a zone (%) is valid on one host only";
+    for address in ["[fe80::1%eth0]:29500", "fe80::1%eth0:29500", "[fe80::1%2]:29500"] {
+        let named = error(settings(0, 2, address).check());
+        assert!(named.contains(&format!("the address is '{address}': {zone}")), "{named}");
+    }
+    let host = Settings { host: Some("fe80::1%eth0".into()), ..settings(0, 2, "a:1") };
+    assert!(error(host.check()).contains(&format!("the host is 'fe80::1%eth0': {zone}")));
+    for text in ["fe80::1%eth0", "[fe80::1%eth0]"] {
+        let variables = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1"), ("MASTER_ADDR", text)];
+        let read = read(|name| variables.iter().find(|(other, _)| *other == name).map(|(_, text)| (*text).to_owned()));
+        let named = error(read.map(|_| ()));
+        assert!(named.contains(&format!("MASTER_ADDR is '{text}': {zone}")), "{named}");
+    }
 }

@@ -1,6 +1,7 @@
 //! How a thread waits: deadlines, polling, and a bell that wakes it.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::env::VarError;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
@@ -97,9 +98,28 @@ impl<'a> SlowWaitWarning<'a> {
     }
 }
 
-/// Parses `BONFIRE_DEADLINE`, in seconds. `variable` looks up an environment variable.
-pub fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
-    seconds_from_env(variable, "BONFIRE_DEADLINE")
+/// The environment variable with the deadline of operations, in seconds.
+pub(crate) const DEADLINE_VARIABLE: &str = "BONFIRE_DEADLINE";
+
+/// Returns the deadline that the environment sets, if it sets one.
+pub fn deadline_from_env() -> Result<Option<Duration>, Error> {
+    from_env(|variable| seconds_from_env(variable, DEADLINE_VARIABLE))
+}
+
+/// Calls `read` with a function that looks up environment variables. One that is set to something other than UTF-8 is
+/// an error: it would otherwise count as not set, and a default as what was asked for.
+pub(crate) fn from_env<T>(read: impl FnOnce(&dyn Fn(&str) -> Option<String>) -> Result<T, Error>) -> Result<T, Error> {
+    let malformed = RefCell::new(None);
+    let variable = |name: &str| match std::env::var(name) {
+        Ok(text) => Some(text),
+        Err(VarError::NotPresent) => None,
+        Err(VarError::NotUnicode(text)) => {
+            malformed.borrow_mut().get_or_insert(Error::Config(format!("{name} is {text:?}, which is not UTF-8")));
+            None
+        }
+    };
+    let result = read(&variable);
+    malformed.into_inner().map_or(result, Err)
 }
 
 /// Parses the environment variable `name` as a time in seconds. `variable` looks it up.

@@ -30,6 +30,11 @@ pub(crate) trait Regroup: Send + Sync {
 
     /// By rank, the number of its host: ranks with the same number are on one host. The same on all ranks.
     fn hosts(&self) -> Vec<usize>;
+
+    /// Returns the number by which the launcher of this process knows a rank, if it started it.
+    fn number(&self, _rank: usize) -> Option<usize> {
+        None
+    }
 }
 
 /// The hosts of a subgroup: for each of `members`, the lowest rank of the subgroup on the same host. `hosts` has the

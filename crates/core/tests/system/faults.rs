@@ -134,9 +134,8 @@ fn connect_compute_and_leave() -> Result<String, Error> {
 fn child() {
     std::panic::set_hook(Box::new(|panic| {
         let panic = panic.to_string().replace('\n', " ");
-        // tokio's becomes an error: see `OwnRuntime`. signal-hook's only ends the thread that waits for interrupts,
-        // after errors that its own sockets never have.
-        if !panic.contains("failed to create UnixStream") && !panic.contains("signal-hook") {
+        // tokio's becomes an error: see `OwnRuntime`.
+        if !panic.contains("failed to create UnixStream") {
             stop_failing();
             send_line(panic);
             std::process::abort();

@@ -188,6 +188,30 @@ fn the_innermost_launcher_counts() {
 }
 
 #[test]
+fn a_rank_without_a_group_is_an_error_and_never_threads() {
+    let (_, alone) = Launched::VARIABLES[Launched::VARIABLES.len() - 1];
+    let names = alone.iter().chain(&["BONFIRE_LOCAL_RANK", "SLURM_PROCID"]);
+    for name in names {
+        let environ: Environ = &[(*name, "3")];
+        let settings = from(&[environ]).unwrap();
+        let launched = settings.launched().unwrap_or_else(|| panic!("{name} means threads"));
+        assert_eq!((launched.by.as_str(), launched.rank, launched.world_size), (*name, None, None));
+        let reason = missing(&[environ]);
+        for part in ["BONFIRE_RANK is not set", "bonfire run -n", &format!("{name} is 3"), &format!("unset {name}")] {
+            assert!(reason.contains(part), "{reason}");
+        }
+        // Launchers that are recognised set some of them too, and so does code that describes the group.
+        assert_eq!(complete(&[environ, SRUN]), complete(&[SRUN]));
+        let own: Environ = &[("BONFIRE_RANK", "1"), ("BONFIRE_WORLD_SIZE", "2"), ("BONFIRE_ADDRESS", "a:1")];
+        assert_eq!(complete(&[own, environ]).0, 1);
+    }
+    // An address for all jobs is no rank, and a batch script has the number of the first task.
+    for environ in [&[("BONFIRE_ADDRESS", "head:1")][..], &[("SLURM_PROCID", "0")], SBATCH] {
+        assert!(from(&[environ]).unwrap().launched().is_none(), "{environ:?}");
+    }
+}
+
+#[test]
 fn contradictions_are_named() {
     let cases: [(&[Environ], &str, &str); 11] = [
         (&[SRUN, &[("RANK", "0"), ("WORLD_SIZE", "8")]], "SLURM_PROCID is 3", "RANK is 0"),

@@ -1,5 +1,6 @@
 //! Environment variables, and pairs of them that give rank and world size.
 
+use crate::rendezvous::source::without_zone;
 use crate::types::Error;
 
 /// The environment, or a stand-in for it.
@@ -21,7 +22,8 @@ impl Variables<'_> {
     pub fn host(&self, name: &'static str) -> Result<Option<(String, &'static str)>, Error> {
         let Some(text) = self.text(name) else { return Ok(None) };
         let host = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(&text);
-        let is_address = host.split('%').next().is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok());
+        without_zone(name, &text)?;
+        let is_address = host.parse::<std::net::Ipv6Addr>().is_ok();
         let strange = |c: char| ":[]/,".contains(c) || c.is_whitespace();
         if host.is_empty() || host.contains(strange) && !is_address {
             return Err(Error::Config(format!("{name} is '{text}': give one host's name or address, without a port")));
