@@ -44,7 +44,7 @@ impl TrainingJob<'_> {
         let mut state = State::new(model, adam.init(), self.settings.lr, self.settings.to_text()?);
         let mut sharded = self.shard.map(|shard| ShardedOptimizer::new(&ddp, adam.init(), shard)).transpose()?;
         if let Some(folder) = self.resume {
-            let mut checkpoints = Checkpoints::new(&group, folder)?;
+            let mut checkpoints = Checkpoints::read_only(&group, folder)?;
             let found = match &mut sharded {
                 Some(optimizer) => checkpoints.load((&mut state, optimizer))?,
                 None => checkpoints.load(&mut state)?,

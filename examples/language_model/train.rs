@@ -114,7 +114,7 @@ impl TrainingJob<'_> {
     ) -> Result<(), Failure> {
         let Some(folder) = self.resume else { return Ok(()) };
         let own = state.user;
-        if !form.load(state, &mut Checkpoints::new(group, folder)?)? {
+        if !form.load(state, &mut Checkpoints::read_only(group, folder)?)? {
             return Err(format!("there is no checkpoint in {}", folder.display()).into());
         }
         let (batch, seed) = state.user;

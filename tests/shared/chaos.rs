@@ -291,7 +291,8 @@ impl Case {
             return Err(format!("the checkpoint has {:?} instead of {history:?}", saved(orders)));
         }
         let entries = std::fs::read_dir(&orders.checkpoint).into_iter().flatten().flatten();
-        let left = entries.map(|entry| entry.file_name()).find(|name| !name.to_string_lossy().starts_with("set-"));
+        let is_left = |name: &str| !name.starts_with("set-") && name != "job.json";
+        let left = entries.map(|entry| entry.file_name()).find(|name| is_left(&name.to_string_lossy()));
         if let Some(left) = left {
             return Err(format!("{left:?} is left of a checkpoint"));
         }

@@ -84,12 +84,13 @@ macro_rules! train {
         let schedule = || CosineAnnealingLrSchedulerConfig::new(0.05, 40).init().unwrap();
         let new = |model| TrainingState::new(model, $optimizer.init(), schedule(), ());
         let checkpoints = |folder: &PathBuf| Checkpoints::new(&group, folder).unwrap();
+        let loads = |folder: &PathBuf| Checkpoints::read_only(&group, folder).unwrap();
         let of_whole = |net: &Net| floats(net).into_iter().map(|parameter| parameter.data).collect::<Vec<TensorData>>();
         match $form {
             Form::Replicas => {
                 let (model, ddp) = DataParallel::new(group.clone(), net()).unwrap();
                 let mut state = new(model);
-                load.inspect(|folder| assert!(checkpoints(folder).load(&mut state).unwrap()));
+                load.inspect(|folder| assert!(loads(folder).load(&mut state).unwrap()));
                 in_samples(&mut state.samples);
                 while state.samples < $end * BATCH {
                     let own = rows(&group, state.samples);
@@ -104,7 +105,7 @@ macro_rules! train {
                 let (model, ddp) = DataParallel::new(group.clone(), net()).unwrap();
                 let mut optimizer = ShardedOptimizer::new(&ddp, $optimizer.init(), Sharding::All).unwrap();
                 let mut state = new(model);
-                load.inspect(|folder| assert!(checkpoints(folder).load((&mut state, &mut optimizer)).unwrap()));
+                load.inspect(|folder| assert!(loads(folder).load((&mut state, &mut optimizer)).unwrap()));
                 in_samples(&mut state.samples);
                 while state.samples < $end * BATCH {
                     let own = rows(&group, state.samples);
@@ -121,7 +122,7 @@ macro_rules! train {
             Form::Parts => {
                 let (model, fsdp) = FullyShardedParallel::new(group.clone(), net()).unwrap();
                 let mut state = new(model);
-                load.inspect(|folder| assert!(checkpoints(folder).load((&mut state, &fsdp)).unwrap()));
+                load.inspect(|folder| assert!(loads(folder).load((&mut state, &fsdp)).unwrap()));
                 in_samples(&mut state.samples);
                 while state.samples < $end * BATCH {
                     let own = rows(&group, state.samples);

@@ -1,6 +1,7 @@
 //! Checkpoints: sets that all ranks write, that any number of ranks load, and that are complete or absent.
 
 mod faults;
+mod folder;
 mod killed;
 pub mod state;
 
@@ -39,7 +40,7 @@ fn loaded(n: usize, folder: &Path) -> Vec<[Contents; 2]> {
     ranks(n, |group| {
         let (mut state, ddp) = start(group, 2);
         let id = state.model.linear.weight.id;
-        assert!(Checkpoints::new(ddp.group(), folder).unwrap().load(&mut state).unwrap());
+        assert!(Checkpoints::read_only(ddp.group(), folder).unwrap().load(&mut state).unwrap());
         // The parameters keep this rank's ids.
         assert_eq!(state.model.linear.weight.id, id);
         let loaded = contents(&state);
@@ -104,9 +105,9 @@ fn the_newest_sets_are_kept_and_the_newest_is_loaded() {
             checkpoints.save(&state).unwrap();
         }
     });
-    assert_eq!(names(), ["set-00000003", "set-00000004", "set-00000005"]);
+    assert_eq!(names(), ["job.json", "set-00000003", "set-00000004", "set-00000005"]);
     let newest = saved(2, 1, folder.path());
-    assert_eq!(names(), ["set-00000005", "set-00000006"]);
+    assert_eq!(names(), ["job.json", "set-00000005", "set-00000006"]);
     assert_eq!(loaded(1, folder.path())[0], newest);
 }
 
@@ -132,15 +133,18 @@ fn a_save_in_the_background_has_the_bits_of_the_moment_in_which_it_began() {
 #[test]
 fn the_next_call_returns_the_error_of_a_save_in_the_background() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("file");
-    fs::write(&path, "not a folder").unwrap();
+    let path = folder.path().join("sets");
     ranks(2, |group| {
         let (state, ddp) = start(group, 2);
         let mut checkpoints = Checkpoints::new(ddp.group(), &path).unwrap();
+        if ddp.group().rank() == 0 {
+            fs::remove_dir_all(&path).unwrap();
+            fs::write(&path, "not a folder").unwrap();
+        }
         checkpoints.save_in_background(&state).unwrap();
         let error = checkpoints.save_in_background(&state).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
-        assert!(error.to_string().starts_with("saving a checkpoint in "), "{error}");
+        assert!(error.to_string().starts_with("saving a checkpoint: reading "), "{error}");
         checkpoints.wait().unwrap();
     });
 }

@@ -69,7 +69,7 @@ pub fn run(group: &Group, args: &Args, text: &Text, device: &Device, alone: bool
 fn resume(group: &Group, args: &Args, state: &mut State, form: &mut Form) -> Result<(), Failure> {
     let Some(folder) = &args.resume else { return Ok(()) };
     let own = state.user;
-    if !form.load(state, &mut Checkpoints::new(group, folder)?)? {
+    if !form.load(state, &mut Checkpoints::read_only(group, folder)?)? {
         return Err(format!("there is no checkpoint in {}", folder.display()).into());
     }
     let (batch, seed) = state.user;

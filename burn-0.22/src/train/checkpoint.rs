@@ -61,6 +61,8 @@ use super::walk::Kind;
 use bonfire_core::{Error, Group};
 use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 
+pub use bonfire_train::checkpoint::{SavedSet, Which};
+
 pub(super) use self::optimizer::has_states;
 pub(super) use self::training::OwnState;
 
@@ -81,6 +83,29 @@ pub trait Save {
     /// Returns what is to be saved. It does not change with the training.
     #[doc(hidden)]
     fn snapshot(self) -> Result<Snapshot, Error>;
+
+    /// Returns how good it is.
+    #[doc(hidden)]
+    fn score(&self) -> Option<f64> {
+        None
+    }
+}
+
+/// What is to be saved, with a score: how good the training is by the program's own measure, such as an accuracy, or a
+/// loss with a minus sign. More is better. It must be finite, and the same on all ranks.
+///
+/// [`Checkpoints::keep`] keeps the best set besides the newest ones, and [`Which::Best`] loads it.
+#[derive(Clone, Copy, Debug)]
+pub struct Scored<S>(pub S, pub f64);
+
+impl<S: Save> Save for Scored<S> {
+    fn snapshot(self) -> Result<Snapshot, Error> {
+        self.0.snapshot()
+    }
+
+    fn score(&self) -> Option<f64> {
+        Some(self.1)
+    }
 }
 
 /// What can be loaded: see [`Save`].
@@ -99,19 +124,34 @@ pub trait Load {
 }
 
 impl Checkpoints {
-    /// Opens a folder of sets. It need not exist. All ranks must call this; it blocks until they have.
+    /// Opens a folder, to save sets in it and to load them. Makes it if it does not exist, and takes it over from the
+    /// job that has saved there before. All ranks must call this; it blocks until they have.
     ///
-    /// All ranks use the same folder: with several hosts it must be on a file system that they share. Two trainings
-    /// must not use one folder at the same time.
+    /// All ranks use the same folder: with several hosts it must be on a file system that they share. Two jobs must not
+    /// save into one folder at the same time: their sets would mix. The one that called this later has the folder, and
+    /// the next save of the other fails.
     ///
     /// # Errors
-    /// The errors of [`Group::subgroup`].
+    /// On all ranks the same: [`Error::Io`] if a rank cannot write into the folder; [`Error::InvalidArgument`] if a
+    /// rank does not see it, or if another job saves there that certainly still runs: as a process of rank 0's machine,
+    /// on Linux, which has not dropped its `Checkpoints`. Otherwise the errors of [`Group::subgroup`].
     #[track_caller]
     pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
         checkpoint::Checkpoints::new(group, folder).map(Checkpoints)
     }
 
-    /// Keeps the newest `sets` sets, at least one. A save removes older ones when it is complete. Default: 2
+    /// Opens a folder to load sets only, and changes nothing in it: it may be read-only, and another job may save
+    /// there. It need not exist. All ranks must call this; it blocks until they have.
+    ///
+    /// # Errors
+    /// The errors of [`Group::subgroup`].
+    #[track_caller]
+    pub fn read_only(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
+        checkpoint::Checkpoints::read_only(group, folder).map(Checkpoints)
+    }
+
+    /// Keeps the newest `sets` sets, at least one, and besides them the best of those that were saved with a score: see
+    /// [`Scored`]. A save removes others when it is complete. Default: 2
     pub fn keep(self, sets: usize) -> Self {
         Checkpoints(self.0.keep(sets))
     }
@@ -129,13 +169,16 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written,
     /// because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and
-    /// sample, if their models differ, if they do not share the folder, if burn could not load the optimizer's state,
-    /// or if the state's optimizer has made no step though batches were trained, because another one trains the model.
+    /// sample, if their models differ, if they do not share the folder, if it was opened to load
+    /// only, if another job has taken it over, which the error names, if a [`Scored`] has another score on some ranks or
+    /// one that is not finite, if burn could not load the optimizer's state, or
+    /// if the state's optimizer has made no step though batches were trained, because another one trains the model.
     /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
     /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
-        self.0.save(what.snapshot())
+        let score = what.score();
+        self.0.save(what.snapshot(), score)
     }
 
     /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
@@ -152,7 +195,8 @@ impl Checkpoints {
     /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
     pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
-        self.0.save_in_background(what.snapshot())
+        let score = what.score();
+        self.0.save_in_background(what.snapshot(), score)
     }
 
     /// Waits for a save in the background, if there is one.
@@ -161,6 +205,15 @@ impl Checkpoints {
     /// Those of [`save`](Self::save).
     pub fn wait(&mut self) -> Result<(), Error> {
         self.0.wait()
+    }
+
+    /// Returns the sets in the folder, by number: what each holds, its epoch and batch, and its score.
+    ///
+    /// # Errors
+    /// On all ranks [`Error::Io`] if rank 0 cannot read the folder. One that does not exist has no sets. Otherwise the
+    /// errors of [`Group::all_gather`]. The error of a save in the background.
+    pub fn sets(&mut self) -> Result<Vec<SavedSet>, Error> {
+        self.0.sets()
     }
 
     /// Loads the newest set, which rank 0 chooses. Returns false if the folder has none.
@@ -177,7 +230,20 @@ impl Checkpoints {
     /// if a file cannot be read. The error names the file and what to do. Otherwise the errors of
     /// [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
     pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
-        let Some(loaded) = self.0.load(|set| into.read(set))? else { return Ok(false) };
+        self.load_set(Which::Newest, into)
+    }
+
+    /// As [`load`](Self::load), of another set: the best one, or that of a number. Returns false if the folder has none,
+    /// or none with a score if the best is wanted.
+    ///
+    /// A save numbers its set after the newest one, whichever was loaded. To go on from an older set as the newest,
+    /// remove the folders of those after it, or save into another folder.
+    ///
+    /// # Errors
+    /// Those of [`load`](Self::load); [`Error::InvalidArgument`] on all ranks if there is no set of this number: it
+    /// lists those that there are.
+    pub fn load_set<L: Load>(&mut self, which: impl Into<Which>, into: L) -> Result<bool, Error> {
+        let Some(loaded) = self.0.load(which.into(), |set| into.read(set))? else { return Ok(false) };
         into.replace(loaded);
         Ok(true)
     }

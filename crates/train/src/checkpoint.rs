@@ -11,14 +11,15 @@
 //! FOLDER/set-00000012/set.json                the manifest: what the set holds, length and checksum of each file
 //!                     rank-0.safetensors      one file for each rank
 //!                     rank-1.safetensors
+//!        job.json                             the job that saves here
 //!        .part-4f1c.../                       a set that is being written, or that was interrupted
 //! ```
 //!
 //! The files are safetensors: other programs can read them. A file has ranges of tensors, each as one dimension; the
 //! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH`,
 //! `optimizer/PATH/FIELD` and `scheduler/FIELD`; numbers, such as a count of steps, are tensors without dimensions. The
-//! manifest lists what begins with which name, of which type it was, and the position in the data: completed
-//! epochs, and samples of the next one.
+//! manifest lists what begins with which name, of which type it was, the position in the data (completed epochs, and
+//! samples of the next one), and the score if there is one.
 //!
 //! # What survives
 //! When [`save`](Checkpoints::save) or [`wait`](Checkpoints::wait) has returned, the files, the entries of their folder
@@ -26,40 +27,42 @@
 //! has reported as flushed. Before that moment the set before it is the newest one.
 
 mod bytes;
+mod claim;
 mod contents;
 mod folder;
 mod format;
 mod model;
 mod own_part;
 mod parts;
+mod saving;
 mod scalar;
 mod set;
 mod state;
 
-use std::any::Any;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use log::warn;
 
 pub use self::bytes::{from_bytes, to_bytes};
+use self::claim::Claim;
 pub use self::contents::{Contents, Item, Kind, LOADING, argument};
-use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
+pub use self::folder::SavedSet;
+use self::folder::{best, list, read_manifest};
+use self::format::Manifest;
 pub use self::format::{Dtype, ReadBytes, Sink, width};
-use self::format::{FileId, FileSummary, Manifest};
 pub use self::model::ModelReader;
 pub use self::own_part::OwnPart;
-use self::parts::check_equal;
 pub use self::parts::{Parts, describe};
+use self::saving::{Saving, lower_priority, open, panicked};
 pub use self::scalar::Scalar;
 pub use self::set::{SavedTensor, Set};
 pub use self::state::{Field, Fields, LoadedTensor, NOT_ELEMENTWISE, ReadRange, StateTensor, state_name};
 use crate::agree::{all_or_none, lane};
-use crate::parameters::Digested;
-use bonfire_core::internal::{AgreedOperations, random};
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
 /// How long the ranks wait for the slowest of them to write or to read, at least.
@@ -78,7 +81,32 @@ pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
     lane: Group,
+    access: Access,
     in_flight: Option<JoinHandle<Result<(), Error>>>,
+}
+
+/// What a folder was opened for.
+enum Access {
+    Load,
+    /// Rank 0 has the claim.
+    Save(Option<Arc<Claim>>),
+}
+
+/// Which set of a folder is loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// The newest one.
+    Newest,
+    /// That with the highest score; of several, the newest.
+    Best,
+    /// That of this number: 12 is `set-00000012`.
+    Number(u64),
+}
+
+impl From<u64> for Which {
+    fn from(number: u64) -> Which {
+        Which::Number(number)
+    }
 }
 
 /// What a rank saves. It does not change with the training.
@@ -93,21 +121,37 @@ pub struct Snapshot {
 pub type Collect = Box<dyn FnOnce(&mut Parts) -> Result<(), Error> + Send>;
 
 impl Checkpoints {
-    /// Opens a folder of sets. It need not exist. All ranks must call this; it blocks until they have.
+    /// Opens a folder, to save sets in it and to load them. Makes it if it does not exist, and takes it over from the
+    /// job that has saved there before. All ranks must call this; it blocks until they have.
     ///
-    /// All ranks use the same folder: with several hosts it must be on a file system that they share. Two trainings
-    /// must not use one folder at the same time.
+    /// All ranks use the same folder: with several hosts it must be on a file system that they share. Two jobs must not
+    /// save into one folder at the same time: their sets would mix.
     ///
     /// # Errors
-    /// The errors of [`Group::subgroup`].
+    /// On all ranks the same: [`Error::Io`] if a rank cannot write into the folder; [`Error::InvalidArgument`] if a
+    /// rank does not see it, or if another job saves there that certainly still runs: as a process of rank 0's machine,
+    /// which has not dropped its `Checkpoints`. Otherwise those of [`Group::subgroup`].
     #[track_caller]
     pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
-        let lane = lane(group)?;
-        let lane = lane.with_deadline(lane.deadline().max(TIMEOUT));
-        Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, in_flight: None })
+        let mut checkpoints = Checkpoints::read_only(group, folder)?;
+        checkpoints.access = Access::Save(open(&checkpoints.lane, &checkpoints.folder)?);
+        Ok(checkpoints)
     }
 
-    /// Keeps the newest `sets` sets, at least one. A save removes older ones when it is complete. Default: 2
+    /// Opens a folder to load sets only, and changes nothing in it: it may be read-only, and another job may save
+    /// there. It need not exist. All ranks must call this; it blocks until they have.
+    ///
+    /// # Errors
+    /// Those of [`Group::subgroup`].
+    #[track_caller]
+    pub fn read_only(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
+        let lane = lane(group)?;
+        let lane = lane.with_deadline(lane.deadline().max(TIMEOUT));
+        Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, access: Access::Load, in_flight: None })
+    }
+
+    /// Keeps the newest `sets` sets, at least one, and besides them the one with the best score. A save removes others
+    /// when it is complete. Default: 2
     pub fn keep(mut self, sets: usize) -> Self {
         self.keep = sets.max(1);
         self
@@ -115,15 +159,18 @@ impl Checkpoints {
 
     /// Saves a new set. Returns on all ranks when it is complete and on disk. The ranks may take an hour to write.
     ///
+    /// `score` tells how good the training is by the program's own measure, more being better. The best set is kept.
+    ///
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: that of its snapshot; [`Error::Io`] if a file cannot
     /// be written, because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same
-    /// position in the data, if they differ in what each saves a part of, or if they do not share the folder. The sets
-    /// before are unchanged, and the ranks can save again. The error of a save in the background, which then was the
-    /// last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
-    pub fn save(&mut self, snapshot: Result<Snapshot, Error>) -> Result<(), Error> {
+    /// position in the data, if they differ in what each saves a part of or in the score, if that is not finite, if they do
+    /// not share the folder, if it was opened to load only, or if another job has taken it over, which it names. The
+    /// sets before are unchanged, and the ranks can save again. The error of a save in the background, which then was
+    /// the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    pub fn save(&mut self, snapshot: Result<Snapshot, Error>, score: Option<f64>) -> Result<(), Error> {
         self.wait()?;
-        self.job(snapshot).run()
+        self.saving(snapshot, score)?.run()
     }
 
     /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
@@ -132,13 +179,13 @@ impl Checkpoints {
     /// # Errors
     /// Those of the save before it, and then this one is not started; [`Error::Config`] with the transport
     /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
-    pub fn save_in_background(&mut self, snapshot: Result<Snapshot, Error>) -> Result<(), Error> {
+    pub fn save_in_background(&mut self, snapshot: Result<Snapshot, Error>, score: Option<f64>) -> Result<(), Error> {
         self.wait()?;
         self.lane.check_concurrent("Checkpoints::save_in_background")?;
-        let job = self.job(snapshot);
+        let saving = self.saving(snapshot, score)?;
         let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
             lower_priority();
-            job.run()
+            saving.run()
         });
         // No rank would wait for this one.
         let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
@@ -155,137 +202,76 @@ impl Checkpoints {
         thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
     }
 
-    /// Loads the newest set, which rank 0 chooses: returns what `read` makes of it on each rank. `None` if the folder
-    /// has none.
+    /// Returns the sets in the folder as rank 0 sees them, by number.
     ///
     /// # Errors
-    /// On all ranks the same, that of the lowest rank that fails: that of `read`; [`Error::InvalidArgument`] if a file
-    /// of the set is missing, truncated, damaged or of another save; [`Error::Io`] if a file cannot be read. Otherwise
-    /// the errors of [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
-    pub fn load<T>(&mut self, read: impl FnOnce(&Set) -> Result<T, Error>) -> Result<Option<T>, Error> {
+    /// On all ranks [`Error::Io`] if the folder cannot be read; none of one that does not exist is no error. Otherwise
+    /// the errors of [`Group::all_gather`]. The error of a save in the background.
+    pub fn sets(&mut self) -> Result<Vec<SavedSet>, Error> {
         self.wait()?;
-        let own = if self.lane.rank() == 0 { self.newest() } else { Ok(None) };
-        let Some((name, manifest)) = self.lane.all_gather_results(own)?.swap_remove(0) else { return Ok(None) };
-        let set = Set::open(&self.folder.join(name), &manifest);
+        let own = if self.lane.rank() == 0 { self.list() } else { Ok(Vec::new()) };
+        Ok(self.lane.all_gather_results(own)?.swap_remove(0))
+    }
+
+    /// Loads a set, which rank 0 finds: returns what `read` makes of it on each rank. `None` if the folder has no set,
+    /// or no set with a score if the best is wanted.
+    ///
+    /// # Errors
+    /// On all ranks the same, that of the lowest rank that fails: that of `read`; [`Error::InvalidArgument`] if there
+    /// is no set of the number, or if a file of the set is missing, truncated, damaged or of another save;
+    /// [`Error::Io`] if a file cannot be read. Otherwise the errors of [`Group::all_gather`]; some ranks may have
+    /// loaded then. The error of a save in the background.
+    pub fn load<T>(&mut self, which: Which, read: impl FnOnce(&Set) -> Result<T, Error>) -> Result<Option<T>, Error> {
+        self.wait()?;
+        let own = if self.lane.rank() == 0 { self.find(which) } else { Ok(None) };
+        let Some((number, manifest)) = self.lane.all_gather_results(own)?.swap_remove(0) else { return Ok(None) };
+        let set = Set::open(&folder::path(&self.folder, number), &manifest);
         let loaded = all_or_none(&self.lane, set.and_then(|set| read(&set)))?;
         self.lane.rewind();
         Ok(Some(loaded))
     }
 
-    /// Returns the name of the newest set's folder, and its manifest.
-    fn newest(&self) -> Result<Option<(PathBuf, Manifest)>, Error> {
-        let failed = |error| Error::io(format!("{}: reading {}", LOADING, self.folder.display()), error);
-        let Some((path, text)) = newest(&self.folder).map_err(failed)? else { return Ok(None) };
-        let manifest = text.map_err(|e| e.to_string()).and_then(|text| Manifest::parse(&text));
-        let manifest = manifest.map_err(|reason| set::invalid(&path.join(folder::MANIFEST), &reason))?;
-        Ok(path.file_name().map(|name| (name.into(), manifest)))
+    fn list(&self) -> Result<Vec<SavedSet>, Error> {
+        let failed = |error| Error::io(format!("{LOADING}: reading {}", self.folder.display()), error);
+        list(&self.folder).map_err(failed)
     }
 
-    fn job(&self, snapshot: Result<Snapshot, Error>) -> Job {
+    /// Returns the number of a set and its manifest.
+    fn find(&self, which: Which) -> Result<Option<(u64, Manifest)>, Error> {
+        let sets = self.list()?;
+        let found = match which {
+            Which::Newest => sets.last(),
+            Which::Best => best(&sets),
+            Which::Number(number) => {
+                let found = sets.iter().find(|set| set.number == number);
+                Some(found.ok_or_else(|| {
+                    let numbers: Vec<_> = sets.iter().map(|set| set.number.to_string()).collect();
+                    let all = if numbers.is_empty() { "none".into() } else { numbers.join(", ") };
+                    argument(format!("{} has no set {number}; it has {all}", self.folder.display()))
+                })?)
+            }
+        };
+        let Some(number) = found.map(|set| set.number) else { return Ok(None) };
+        let path = folder::path(&self.folder, number);
+        let manifest = read_manifest(&path).map_err(|reason| set::invalid(&path.join(folder::MANIFEST), &reason))?;
+        Ok(Some((number, manifest)))
+    }
+
+    fn saving(&self, snapshot: Result<Snapshot, Error>, score: Option<f64>) -> Result<Saving, Error> {
+        let Access::Save(claim) = &self.access else {
+            let reason = "this folder was opened to load only; open it with `Checkpoints::new` to save";
+            return Err(Error::argument(SAVING, reason));
+        };
         let (lane, folder) = (self.lane.clone(), self.folder.clone());
-        Job { lane, folder, keep: self.keep, snapshot }
+        Ok(Saving { lane, folder, keep: self.keep, claim: claim.clone(), snapshot, score })
     }
 }
 
-/// Lets the threads of the training run before this one, which may take longer.
-fn lower_priority() {
-    // Linux has a priority for each thread, and anyone may lower it. Elsewhere it would be that of the process.
-    #[cfg(target_os = "linux")]
-    if let Err(error) = rustix::process::setpriority_process(None, 19) {
-        log::debug!("the priority of the thread that saves a checkpoint cannot be lowered: {error}");
-    }
-}
-
-/// A save.
-struct Job {
-    lane: Group,
-    folder: PathBuf,
-    keep: usize,
-    snapshot: Result<Snapshot, Error>,
-}
-
-impl Job {
-    fn run(self) -> Result<(), Error> {
-        let Job { lane, folder, keep, snapshot } = self;
-        let (contents, collect) = match snapshot {
-            Ok(Snapshot { contents, collect }) => (Ok(contents), Some(collect)),
-            Err(error) => (Err(error), None),
-        };
-        let contents = same_contents(&lane.all_gather_results(contents)?)?;
-        let leads = lane.rank() == 0;
-        let failed = |error| Error::io(format!("{SAVING} in {}", folder.display()), error);
-        let draft = match leads {
-            true => random().and_then(|id| begin(&folder, format!("{id:016x}")).map(Some).map_err(failed)),
-            false => Ok(None),
-        };
-        let draft = lane.all_gather_results(draft)?.swap_remove(0);
-        let draft = draft.ok_or_else(|| Error::broken(SAVING, "rank 0 has begun no set"))?;
-        let written = catch_unwind(AssertUnwindSafe(|| write(&lane, &folder, &draft, collect)));
-        let written = written.unwrap_or_else(|panic| Err(panicked(&*panic)));
-        let saved = lane.all_gather_results(written).and_then(|written| {
-            let (files, digests): (Vec<_>, Vec<_>) = written.into_iter().unzip();
-            check_equal(&digests)?;
-            let manifest = Manifest::new(&draft.id, files, contents);
-            let committed = if leads { commit(&folder, &draft, &manifest, keep).map_err(failed) } else { Ok(()) };
-            lane.all_gather_results(committed).map(drop)
-        });
-        if leads && saved.is_err() {
-            // Another rank may still write there; then the next save removes it.
-            discard(&folder, &draft);
-        }
-        saved
-    }
-}
-
-/// Writes this rank's file of a set.
-fn write(
-    lane: &Group,
-    folder: &Path,
-    draft: &Draft,
-    collect: Option<Collect>,
-) -> Result<(FileSummary, Vec<Digested>), Error> {
-    let (rank, world_size, path) = (lane.rank(), lane.world_size(), draft.path(folder));
-    if !path.is_dir() {
-        let reason = format!(
-            "rank {rank} does not see the folder {}, which rank 0 has made; give a folder that all ranks share",
-            path.display()
-        );
-        return Err(Error::argument(SAVING, reason));
-    }
-    let mut parts = Parts::new(rank, world_size);
-    if let Some(collect) = collect {
-        collect(&mut parts)?;
-    }
-    let id = FileId::new(&draft.id, rank, world_size);
-    let (parts, digests) = parts.into_list();
-    let summary = format::write(&path.join(file_name(rank)), id, parts)?;
-    sync(&path).map_err(|e| Error::io(format!("{SAVING}: flushing {}", path.display()), e))?;
-    Ok((summary, digests))
-}
-
-/// Returns what all ranks save. Fails if they are not at the same position, or save different things.
-fn same_contents(of_ranks: &[Contents]) -> Result<Contents, Error> {
-    let first = of_ranks[0].clone();
-    let Some((rank, other)) = (0..).zip(of_ranks).find(|(_, contents)| **contents != first) else { return Ok(first) };
-    let position = |contents: &Contents| format!("epoch {}, sample {}", contents.epoch, contents.samples);
-    let items = |contents: &Contents| contents.items.iter().map(Item::to_string).collect::<Vec<_>>().join(", ");
-    let reason = if first.items == other.items {
-        let (first, other) = (position(&first), position(other));
-        format!("rank 0 is at {first}, rank {rank} at {other}; save on all ranks after the same step")
-    } else {
-        let (first, other) = (items(&first), items(other));
-        format!("rank 0 saves {first}, and rank {rank} {other}; save the same on all ranks")
-    };
-    Err(Error::argument(SAVING, reason))
-}
+/// What errors of opening a folder name.
+const OPENING: &str = "opening a folder of checkpoints";
 
 /// What errors of a save name.
 pub const SAVING: &str = "saving a checkpoint";
-
-fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    Error::broken(SAVING, format!("it panicked: {}", text.unwrap_or("without a message")))
-}
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {

@@ -330,5 +330,5 @@ fn die_after(delay: Duration) {
 pub fn load(hidden: usize, folder: &Path) -> Result<Option<State>, Error> {
     let (model, ddp) = DataParallel::new(Group::threads(1)?.remove(0), model::model(hidden))?;
     let mut state = model::start(model);
-    Ok(Checkpoints::new(ddp.group(), folder)?.load(&mut state)?.then_some(state))
+    Ok(Checkpoints::read_only(ddp.group(), folder)?.load(&mut state)?.then_some(state))
 }

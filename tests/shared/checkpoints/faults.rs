@@ -1,7 +1,6 @@
 //! Saves that fail: the same error on all ranks, and the set before is still there.
 
 use std::fs;
-use std::path::Path;
 
 use bonfire::{Checkpoints, Error, Group, TrainingState};
 use bonfire_testing::ranks;
@@ -12,30 +11,21 @@ use super::state::{start, step};
 use super::{loaded, saved};
 use crate::burn_version::{FullyShardedParallel, Linear, Tensor, device};
 
-/// Saves on two ranks, and fails. Returns the error, which is the same on both.
-fn fails(folder: &Path) -> Error {
-    let mut errors = ranks(2, |group| {
-        let (mut state, ddp) = start(group, 2);
-        (0..3).for_each(|_| step(&mut state, &ddp));
-        let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
-        let error = checkpoints.save(&state).unwrap_err();
-        // The group is still usable.
-        assert_eq!(checkpoints.save(&state).unwrap_err(), error);
-        error
-    });
-    assert_eq!(errors[0], errors[1]);
-    errors.swap_remove(0)
-}
-
 #[test]
-fn a_folder_that_cannot_be_written_is_an_error_on_all_ranks() {
+fn a_folder_that_cannot_be_written_is_an_error_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "not a folder").unwrap();
     for path in [path.clone(), path.join("below")] {
-        let error = fails(&path);
-        assert!(matches!(error, Error::Io { .. }), "{error}");
-        assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+        let errors = ranks(2, |group| {
+            let error = Checkpoints::new(&group, &path).unwrap_err();
+            // The group is still usable.
+            assert_eq!(Checkpoints::new(&group, &path).unwrap_err(), error);
+            error
+        });
+        assert_eq!(errors[0], errors[1]);
+        assert!(matches!(errors[0], Error::Io { .. }), "{}", errors[0]);
+        assert!(errors[0].to_string().contains(&path.display().to_string()), "{}", errors[0]);
     }
 }
 
@@ -43,9 +33,7 @@ fn a_folder_that_cannot_be_written_is_an_error_on_all_ranks() {
 fn ranks_that_do_not_share_the_folder_get_an_error() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     ranks(2, |group: Group| {
-        let rank = group.rank();
-        let (state, ddp) = start(group, 2);
-        let error = Checkpoints::new(ddp.group(), folders[rank].path()).unwrap().save(&state).unwrap_err();
+        let error = Checkpoints::new(&group, folders[group.rank()].path()).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
         let expected = "rank 1 does not see the folder ";
         assert!(error.to_string().contains(expected), "{error}");
@@ -103,8 +91,8 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before() {
         assert!(errors[0].ends_with("No space left on device (os error 28)"), "call {call}: {}", errors[0]);
         assert!(errors[0].contains("rank-1.safetensors") || errors[0].contains("flushing"), "{}", errors[0]);
         assert!(loaded(2, folder.path()).iter().all(|loaded| *loaded == expected), "call {call}");
-        // Nothing but the set is left.
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+        // Nothing but the set is left, and the name of the job.
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2);
     }
 }
 

@@ -80,9 +80,9 @@ fn kill(rounds: usize) {
             }
         }
         let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
-        drafts += names.filter(|name| !name.to_string_lossy().starts_with("set-")).count();
+        drafts += names.filter(|name| name.to_string_lossy().starts_with(".part-")).count();
         let mut state = initial(Net::new(2));
-        let mut checkpoints = Checkpoints::new(&Group::threads(1).unwrap()[0], folder.path()).unwrap();
+        let mut checkpoints = Checkpoints::read_only(&Group::threads(1).unwrap()[0], folder.path()).unwrap();
         assert!(checkpoints.load(&mut state).unwrap(), "round {round}: there is no set");
         while known.len() <= state.samples {
             step_alone(&mut expected);

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use log::warn;
 use serde::{Deserialize, Serialize};
 
+use super::contents::Contents;
 use super::format::Manifest;
 
 /// The file that says what belongs to a set.
@@ -39,6 +40,17 @@ pub(super) fn file_name(rank: usize) -> String {
     format!("rank-{rank}.safetensors")
 }
 
+/// A set in a folder.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SavedSet {
+    /// The number in the name of its folder, which is higher than those of older sets: 12 for `set-00000012`.
+    pub number: u64,
+    /// The score that it was saved with.
+    pub score: Option<f64>,
+    /// What it holds. `None` if it is of the first format, which does not say it, or if its manifest cannot be read.
+    pub contents: Option<Contents>,
+}
+
 /// Begins a set: makes its folder, and removes what an interrupted save has left.
 pub(super) fn begin(folder: &Path, id: String) -> io::Result<Draft> {
     create(folder)?;
@@ -46,13 +58,30 @@ pub(super) fn begin(folder: &Path, id: String) -> io::Result<Draft> {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if name.starts_with(DRAFT) || name.starts_with(REMOVED) {
-            fs::remove_dir_all(&path)?;
+            // It is in no set's way. A network file system keeps a folder in which another host has a file open.
+            if let Err(error) = remove(&path) {
+                warn!("cannot remove {}, which an interrupted save has left: {error}", path.display());
+            }
         }
     }
     let number = sets(folder)?.last().map_or(1, |(number, _)| number + 1);
+    draft(folder, number, id)
+}
+
+/// Makes the folder for a set that is to be written.
+pub(super) fn draft(folder: &Path, number: u64, id: String) -> io::Result<Draft> {
+    create(folder)?;
     let draft = Draft { number, id };
     fs::create_dir(draft.path(folder))?;
     Ok(draft)
+}
+
+/// Writes a file of a folder as a whole: it has the old contents or the new ones. `id` is one that no other call uses.
+pub(super) fn replace(folder: &Path, name: &str, id: &str, contents: &[u8]) -> io::Result<()> {
+    create(folder)?;
+    let draft = folder.join(format!("{DRAFT}{id}-{name}"));
+    fs::write(&draft, contents)?;
+    fs::rename(&draft, folder.join(name))
 }
 
 /// Creates a folder and those above it, and flushes their entries to disk.
@@ -68,16 +97,16 @@ fn create(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes a set valid whose files are on disk, and removes all but the newest `keep` sets.
+/// Makes a set valid whose files are on disk. Removes older sets: all but the newest `keep` and the best.
 pub(super) fn commit(folder: &Path, draft: &Draft, manifest: &Manifest, keep: usize) -> io::Result<()> {
-    let path = draft.path(folder);
-    let mut file = File::create_new(path.join(MANIFEST))?;
+    let draft_path = draft.path(folder);
+    let mut file = File::create_new(draft_path.join(MANIFEST))?;
     file.write_all(&serde_json::to_vec_pretty(manifest)?)?;
     file.sync_all()?;
-    sync(&path)?;
-    fs::rename(&path, folder.join(format!("{SET}{:08}", draft.number)))?;
+    sync(&draft_path)?;
+    fs::rename(&draft_path, path(folder, draft.number))?;
     sync(folder)?;
-    if let Err(error) = prune(folder, keep) {
+    if let Err(error) = prune(folder, keep, &draft.id) {
         warn!("cannot remove old checkpoints in {}: {error}", folder.display());
     }
     Ok(())
@@ -89,30 +118,59 @@ pub(super) fn discard(folder: &Path, draft: &Draft) {
     drop(fs::remove_dir_all(draft.path(folder)));
 }
 
-fn prune(folder: &Path, keep: usize) -> io::Result<()> {
+/// `id` tells what this call removes from what others could not remove.
+fn prune(folder: &Path, keep: usize, id: &str) -> io::Result<()> {
     let sets = sets(folder)?;
-    for (number, path) in &sets[..sets.len().saturating_sub(keep)] {
-        let removed = folder.join(format!("{REMOVED}{number}"));
-        fs::rename(path, &removed)?;
-        fs::remove_dir_all(removed)?;
+    let Some(older) = sets.len().checked_sub(keep).filter(|older| *older > 0) else { return Ok(()) };
+    let best = best(&list(folder)?).map(|best| best.number);
+    for (number, path) in sets[..older].iter().filter(|(number, _)| Some(*number) != best) {
+        let removed = folder.join(format!("{REMOVED}{number}-{id}"));
+        if let Err(error) = fs::rename(path, &removed).and_then(|()| remove(&removed)) {
+            warn!("cannot remove the old checkpoint {}: {error}", path.display());
+        }
     }
     Ok(())
 }
 
-/// Returns the newest set and the text of its manifest, if there is one.
-pub(super) fn newest(folder: &Path) -> io::Result<Option<(PathBuf, io::Result<String>)>> {
-    let sets = match sets(folder) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        sets => sets?,
-    };
-    let newest = sets.into_iter().next_back();
-    Ok(newest.map(|(_, path)| (path.clone(), fs::read_to_string(path.join(MANIFEST)))))
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
-/// Returns the sets by number.
+/// Returns what there is in a folder, by number.
+pub(super) fn list(folder: &Path) -> io::Result<Vec<SavedSet>> {
+    let sets = sets(folder)?.into_iter().map(|(number, path)| {
+        let manifest = read_manifest(&path).ok();
+        let (score, contents) = manifest.map_or((None, None), |manifest| (manifest.score, manifest.contents));
+        SavedSet { number, score, contents }
+    });
+    Ok(sets.collect())
+}
+
+/// Returns the set with the highest score; of several, the newest.
+pub(super) fn best(sets: &[SavedSet]) -> Option<&SavedSet> {
+    let scored = sets.iter().filter_map(|set| Some((set.score?, set)));
+    scored.max_by(|(one, _), (other, _)| one.total_cmp(other)).map(|(_, set)| set)
+}
+
+/// Returns the folder of a set.
+pub(super) fn path(folder: &Path, number: u64) -> PathBuf {
+    folder.join(format!("{SET}{number:08}"))
+}
+
+/// Reads the manifest of the set in this folder. Returns why it cannot.
+pub(super) fn read_manifest(set: &Path) -> Result<Manifest, String> {
+    let text = fs::read_to_string(set.join(MANIFEST)).map_err(|error| error.to_string())?;
+    Manifest::parse(&text)
+}
+
+/// Returns the sets by number: none of a folder that does not exist.
 fn sets(folder: &Path) -> io::Result<Vec<(u64, PathBuf)>> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
     let mut sets = Vec::new();
-    for entry in fs::read_dir(folder)? {
+    for entry in entries {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if let Some(number) = name.strip_prefix(SET).and_then(|number| number.parse().ok()) {

@@ -38,6 +38,9 @@ pub(super) struct Manifest {
     /// The id of the set, which is another one in each save.
     pub set: String,
     pub files: Vec<FileSummary>,
+    /// How good the program found the training to be, more being better.
+    #[serde(default)]
+    pub score: Option<f64>,
     /// `None` in version 1.
     #[serde(default)]
     pub contents: Option<Contents>,
@@ -53,7 +56,7 @@ pub(super) struct FileSummary {
 
 impl Manifest {
     pub fn new(set: &str, files: Vec<FileSummary>, contents: Contents) -> Manifest {
-        Manifest { format: FORMAT.into(), set: set.into(), files, contents: Some(contents) }
+        Manifest { format: FORMAT.into(), set: set.into(), files, score: None, contents: Some(contents) }
     }
 
     /// Reads a manifest. Its summaries are compared with the files later.

@@ -10,7 +10,7 @@ use std::thread;
 
 use bonfire_core::{DType, Error, Group};
 use bonfire_testing::{Kind, ranks, run_ranks};
-use bonfire_train::checkpoint::Checkpoints;
+use bonfire_train::checkpoint::{Checkpoints, Which};
 use bonfire_train::gather::GatherSteps;
 use bonfire_train::lane::{Elements, Memory, Read, Tensor, Tensors};
 use bonfire_train::parameters::Parameter;
@@ -73,10 +73,11 @@ fn parts_of_three_ranks_are_loaded_as_wholes_by_two() {
     let saved = ranks(3, |group| {
         let mut training = Sharded::new(group.clone(), false);
         training.step(batches(0, group.rank(), 3));
-        Checkpoints::new(&group, path).unwrap().save(training.snapshot()).unwrap();
+        Checkpoints::new(&group, path).unwrap().save(training.snapshot(), None).unwrap();
         training.whole()
     });
-    let loaded = ranks(2, |group| Checkpoints::new(&group, path).unwrap().load(load).unwrap().unwrap());
+    let loaded =
+        ranks(2, |group| Checkpoints::read_only(&group, path).unwrap().load(Which::Newest, load).unwrap().unwrap());
     assert!(loaded.iter().all(|loaded| *loaded == saved[0]));
     assert_ne!(saved[0], initial());
 }
