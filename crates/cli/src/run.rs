@@ -9,6 +9,8 @@ mod layout;
 #[cfg(unix)]
 mod output;
 #[cfg(unix)]
+mod port;
+#[cfg(unix)]
 mod rank;
 #[cfg(unix)]
 mod reports;
