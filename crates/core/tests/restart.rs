@@ -158,7 +158,7 @@ fn nothing_that_answers_at_rank_0s_address_is_final_before_a_proof() {
                     assert!(reason.contains(&address) && reason.contains("end the job that still listens"), "{reason}")
                 }
                 _ => {
-                    assert!(reason.contains(&tried) && reason.contains(" times: ") && reason.contains(says), "{reason}")
+                    assert!(reason.contains(&tried) && reason.contains(says), "{reason}")
                 }
             }
         }

@@ -193,7 +193,7 @@ fn an_address_without_a_listener_is_an_error_in_time() {
     let address = free_address();
     let reason = timed_out(rank(1, 2, &address).rendezvous_timeout(SOON).connect(), SOON);
     assert!(reason.contains(&format!("nobody answers at {address}: tried {address} (")), "{reason}");
-    assert!(reason.contains(" times: Connection refused"), "{reason}");
+    assert!(reason.contains(": Connection refused"), "{reason}");
 }
 
 #[test]
@@ -213,7 +213,8 @@ fn missing_ranks_are_named_in_time() {
 fn a_listener_that_never_answers_is_an_error_in_time() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let limit = Duration::from_secs(6);
+    // Twice what a handshake may take.
+    let limit = Duration::from_secs(10);
     let reason = timed_out(rank(1, 2, &address).rendezvous_timeout(limit).connect(), limit);
     // Whatever waits for more than a rank's first bytes. They have been sent, and not been read.
     let (mut stream, _) = listener.accept().unwrap();
