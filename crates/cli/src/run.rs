@@ -13,6 +13,8 @@ mod orphans;
 #[cfg(unix)]
 mod output;
 #[cfg(unix)]
+mod port;
+#[cfg(unix)]
 mod rank;
 #[cfg(unix)]
 mod reports;

@@ -70,6 +70,21 @@ fn numbers_the_ranks_of_several_nodes() {
 }
 
 #[test]
+fn gives_the_ranks_the_time_to_find_each_other() {
+    for (arguments, variable, expected) in [
+        (&["-n", "1"][..], None, None),
+        (&["-n", "1"], Some("300"), Some("300")),
+        (&["-n", "1", "--rendezvous-timeout", "600"], Some("300"), Some("600")),
+    ] {
+        let mut command = launcher(arguments);
+        command.args(["sh", "-c", PRINT_ENVIRONMENT]);
+        command.envs(variable.map(|seconds| ("BONFIRE_RENDEZVOUS_TIMEOUT", seconds)));
+        let environment = &environments(&command.output().unwrap())[0];
+        assert_eq!(environment.get("BONFIRE_RENDEZVOUS_TIMEOUT").map(String::as_str), expected, "{arguments:?}");
+    }
+}
+
+#[test]
 #[ignore = "needs IPv6"]
 fn writes_ipv6_addresses_in_brackets() {
     let output = bonfire(&["-n", "1", "--master", "[::1]:29400"], PRINT_ENVIRONMENT);
@@ -345,7 +360,7 @@ fn ranks_die_with_a_killed_launcher() {
 #[test]
 fn refuses_bad_arguments() {
     // No machine has the address 192.0.2.1 (RFC 5737).
-    let cases: [(&str, &[&str]); 16] = [
+    let cases: [(&str, &[&str]); 17] = [
         ("-n 0", &["-n 0", "at least 1"]),
         ("-n x", &["--ranks", "invalid"]),
         ("--nodes 0", &["--nodes 0", "at least 1"]),
@@ -359,6 +374,7 @@ fn refuses_bad_arguments() {
         ("--nodes 2 --node-rank 0 --master localhost:0", &["--master", "port 0"]),
         ("--master 192.0.2.1:29400", &["--host", "interface"]),
         ("--host 0.0.0.0", &["--host", "connect to"]),
+        ("--rendezvous-timeout 0", &["--rendezvous-timeout", "1.."]),
         (
             "--nodes 2 --node-rank 0 --master 192.0.2.1:1 --host 192.0.2.2",
             &["BONFIRE_SECRET_FILE", "32 random", "chmod 600"],

@@ -20,9 +20,9 @@
 //! # What a stranger can do
 //! With a secret, a stranger joins no group, receives no address, data or memory, and ends no job, whether it floods a
 //! port, guesses addresses and session numbers, replays whole recorded jobs, or listens where a rank is expected. The
-//! worst that it can cause is a rendezvous that times out. The error of a rank 0 that times out names the last Bonfire
-//! peer that it refused. Another protocol version, another secret, and a secret on one side only are reported by both
-//! ends.
+//! worst that it can cause is a rendezvous that times out. No refusal is authenticated, so none of them is final: the
+//! rank dials again until its time is up. The error of a rank that times out counts what it refused and what it was
+//! refused. Another protocol version, another secret, and a secret on one side only are logged at once by both ends.
 //!
 //! Without a secret every process of the machine can connect to loopback. One that speaks the protocol can take part or
 //! make the rendezvous fail. The session number, sent in the clear, is then only a weak token between the ranks.
@@ -36,20 +36,24 @@ mod connect;
 #[cfg(all(test, not(bonfire_loom)))]
 mod fuzz;
 mod handshake;
+mod listener;
 mod prologue;
 mod secret;
 mod socket;
+mod tally;
 
 use std::fmt::Display;
 use std::net::SocketAddr;
 
 pub use self::accept_queue::{AcceptQueue, RETRY};
 pub use self::connect::{accept_handshake, confirm, dial, dial_blocking};
+pub use self::listener::Listener;
 pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub use self::socket::uninterrupted;
 pub use self::socket::{connect, keep_open, open, open_blocking, was_dropped};
+pub use self::tally::{Seen, Tally};
 use crate::types::Error;
 
 /// The remedy for a missing or differing secret, for error messages.

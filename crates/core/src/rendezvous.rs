@@ -3,10 +3,15 @@
 //! Rank 0 listens at an address that all ranks know. Every other rank listens on a port of its own, dials rank 0 and
 //! registers its rank and its address. Once all ranks have registered, rank 0 sends the table of addresses to all of
 //! them, and neighbours dial each other: every pair in a small group, a star in a larger one (`neighbours`). The higher
-//! rank of a pair dials the lower. A rank that does not fit (another world size or table of algorithms, a rank that is
-//! taken, a registered rank that leaves) fails the rendezvous on all ranks with the same message; a stranger is turned
-//! away. Every connection begins with the handshake of `auth`, in which the ranks also learn the session number that
-//! rank 0 has drawn for the job. Finally the ranks find out which of them are on one host and can share memory.
+//! rank of a pair dials the lower. Every connection begins with the handshake of `auth`, in which the ranks also learn
+//! the session number that rank 0 has drawn for the job. Finally the ranks find out which of them are on one host and
+//! can share memory.
+//!
+//! # What is final
+//! Before the handshake proves that a peer is of this job, nothing is final but this rank's own settings: a rank turns
+//! strangers away, and dials again whatever has answered, until its time is up (`dial`). Its error then lists what it
+//! tried. Once it is proved, a rank that does not fit (another world size or table of algorithms, a rank that is taken,
+//! a registered rank that leaves) fails the rendezvous at once, on all ranks with the same message.
 
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod descriptor;
@@ -14,6 +19,7 @@ mod dial;
 pub(crate) mod env;
 mod interface;
 mod join;
+mod listen;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
 mod neighbours;

@@ -1,4 +1,11 @@
-//! Groups over several hosts, simulated by processes that claim to be on different machines.
+//! Groups over several hosts, simulated by processes that claim to be on different machines, or in network namespaces.
+
+#[cfg(target_os = "linux")]
+#[path = "hosts/network.rs"]
+mod network;
+#[cfg(target_os = "linux")]
+#[path = "hosts/start.rs"]
+mod start;
 
 use std::time::{Duration, Instant};
 

@@ -57,10 +57,11 @@ impl Process {
         {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
-        for variable in
-            ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "HEARTBEAT_TIMEOUT", "TRACE", "HANG_TIMEOUT"]
-        {
+        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "TRACE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
+        }
+        for limit in ["DEADLINE", "HANG_TIMEOUT", "HEARTBEAT_TIMEOUT", "RENDEZVOUS_TIMEOUT"] {
+            command.env_remove(format!("BONFIRE_{limit}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));
         let mut child = command.spawn().expect("the test's own binary starts");

@@ -41,6 +41,10 @@ pub struct Args {
     #[arg(long, value_name = "ADDR", value_parser = parse_host)]
     pub host: Option<IpAddr>,
 
+    /// Seconds that the ranks have to find each other [default: BONFIRE_RENDEZVOUS_TIMEOUT, else 120]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub rendezvous_timeout: Option<u32>,
+
     /// Grace period: seconds that ranks have to end after a signal, before they are killed
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     pub grace: u32,
@@ -67,10 +71,14 @@ The environment of each rank has:
   BONFIRE_ADDRESS                             host:port at which rank 0 listens
   MASTER_ADDR, MASTER_PORT                    the same, as two variables
   BONFIRE_HOST                                address at which this node's ranks listen
+  BONFIRE_RENDEZVOUS_TIMEOUT                  seconds to find each other, with --rendezvous-timeout
   BONFIRE_SECRET_FILE or BONFIRE_SECRET       as you set it; otherwise, on a single node, a random
                                               BONFIRE_SECRET
   BONFIRE_LAUNCHER                            a socket on which it reports failures and long waits
   A variable that looks like one of Bonfire's and is none is named when the launcher starts.
+
+  A port that the launcher chooses belongs to the run until it ends: no other socket is given it,
+  and on Linux one that sets SO_REUSEADDR, as rank 0's does, can listen at it.
 
 Secret:
   Ranks authenticate each other with a shared secret when they connect. On a single node there is

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::thread::available_parallelism;
 
 use bonfire::Secret;
@@ -10,6 +10,7 @@ use zeroize::Zeroizing;
 
 use super::address::Master;
 use super::args::Args;
+use super::port::ReservedPort;
 
 /// The ranks of this node, from arguments that were checked to be consistent.
 pub struct Layout {
@@ -19,6 +20,10 @@ pub struct Layout {
     pub first_rank: u32,
     master: Master,
     host: IpAddr,
+    /// Seconds that the ranks have to find each other, if they were given on the command line.
+    rendezvous_timeout: Option<u32>,
+    /// The port of `master`, if the launcher chose it.
+    _reserved: Option<ReservedPort>,
     /// Generated for this run; None if the user's environment has a secret or none is needed.
     secret: Option<Zeroizing<String>>,
 }
@@ -55,15 +60,14 @@ impl Layout {
             return Err(LayoutError::NoPort { nodes });
         }
         let secret = secret(nodes, host.is_loopback() && master.is_loopback())?;
-        // Also checks early that the address belongs to this node.
-        let free = free_port(&host.to_string())?;
-        let port = match master.port {
-            0 if master.host == host.to_string() => free,
-            0 => free_port(&master.host)?,
-            port => port,
-        };
+        // Checks early that the address belongs to this node.
+        reserve(&host.to_string())?;
+        let reserved = if master.port == 0 { Some(reserve(&master.host)?) } else { None };
+        let port = reserved.as_ref().map_or(master.port, ReservedPort::number);
         Ok(Self {
             secret,
+            rendezvous_timeout: args.rendezvous_timeout,
+            _reserved: reserved,
             local_world_size,
             world_size,
             first_rank: node_rank * local_world_size,
@@ -92,6 +96,8 @@ impl Layout {
             environment.push((name.into(), number.to_string()));
             environment.push((format!("BONFIRE_{name}"), number.to_string()));
         }
+        let limit = self.rendezvous_timeout.map(|seconds| ("BONFIRE_RENDEZVOUS_TIMEOUT".into(), seconds.to_string()));
+        environment.extend(limit);
         environment
     }
 }
@@ -172,13 +178,8 @@ fn host_beside(master: &Master, args: &Args) -> Result<IpAddr, LayoutError> {
     Ok(host)
 }
 
-/// Returns a port of `host` that was free a moment ago. If another process binds it before rank 0 does, rank 0 fails
-/// with an error, and the next run gets another port.
-fn free_port(host: &str) -> Result<u16, LayoutError> {
-    TcpListener::bind((host, 0))
-        .and_then(|listener| listener.local_addr())
-        .map(|address| address.port())
-        .map_err(|source| LayoutError::Listen { host: host.to_owned(), source })
+fn reserve(host: &str) -> Result<ReservedPort, LayoutError> {
+    ReservedPort::of(host).map_err(|source| LayoutError::Listen { host: host.to_owned(), source })
 }
 
 #[cfg(test)]
@@ -190,11 +191,21 @@ mod tests {
     #[test]
     fn an_ipv6_address_is_in_brackets_only_with_its_port() {
         let (master, host) = ("[::1]:29400".parse().unwrap(), Ipv6Addr::LOCALHOST.into());
-        let layout = Layout { local_world_size: 1, world_size: 4, first_rank: 2, master, host, secret: None };
+        let layout = Layout {
+            local_world_size: 1,
+            world_size: 4,
+            first_rank: 2,
+            master,
+            host,
+            rendezvous_timeout: Some(600),
+            _reserved: None,
+            secret: None,
+        };
         let environment: BTreeMap<_, _> = layout.environment(1).into_iter().collect();
         let found = |name: &str| environment[name].as_str();
         assert_eq!([found("BONFIRE_ADDRESS"), found("BONFIRE_HOST")], ["[::1]:29400", "::1"]);
         assert_eq!([found("MASTER_ADDR"), found("MASTER_PORT")], ["::1", "29400"]);
+        assert_eq!(found("BONFIRE_RENDEZVOUS_TIMEOUT"), "600");
         assert_eq!([found("BONFIRE_RANK"), found("RANK"), found("LOCAL_RANK")], ["3", "3", "1"]);
     }
 }

@@ -11,13 +11,11 @@ use tokio::time::timeout;
 
 use super::connect::TIMEOUT;
 use super::prologue::Refusal;
+use super::tally::{Seen, Tally};
 use crate::sync::{Mutex, lock};
 
 /// Connections that may wait in addition to those of the ranks.
 const STRANGERS: usize = 64;
-
-/// How many refusals are logged in full: a flood of connections must not fill a disk.
-const MAX_LOGGED: u64 = 64;
 
 /// Pause before the next attempt when the system could not accept a connection, most likely for lack of descriptors.
 pub const RETRY: Duration = Duration::from_millis(100);
@@ -35,9 +33,8 @@ pub struct AcceptQueue {
 struct QueueState {
     /// Each with a flag that is set once its handshake is complete.
     waiting: VecDeque<(AbortHandle, Arc<AtomicBool>)>,
-    refused: u64,
-    /// The last refusal of a peer that speaks Bonfire's protocol.
-    last_refusal: Option<String>,
+    /// What was refused, by where it came from.
+    refused: Tally,
 }
 
 impl AcceptQueue {
@@ -46,13 +43,14 @@ impl AcceptQueue {
         Arc::new(AcceptQueue { state: Mutex::default(), capacity: STRANGERS.saturating_add(ranks), timeout: TIMEOUT })
     }
 
-    /// Spawns the handshake `proof` of a connection from `address`, then passes its result to `taken`. One timeout
-    /// covers both.
+    /// Spawns the handshake `proof` of a connection from `source`, then passes its result to `taken`. One timeout
+    /// covers both. `source` is what the connections of a peer have in common, such as its IP address: the log has each
+    /// reason for which it is refused once.
     ///
     /// After the handshake the connection is no longer dropped in favour of others, because its peer relies on it.
     pub fn receive<T: Send + 'static, F: Future<Output = Result<(), Refusal>> + Send>(
         self: &Arc<Self>,
-        address: impl Display + Send + 'static,
+        source: impl Display + Send + 'static,
         proof: impl Future<Output = Result<T, Refusal>> + Send + 'static,
         taken: impl FnOnce(T) -> F + Send + 'static,
     ) {
@@ -68,7 +66,7 @@ impl AcceptQueue {
                 taken(proof).await
             };
             if let Err(refusal) = timeout(accept_queue.timeout, both).await.unwrap_or_else(late) {
-                accept_queue.refused(&address, &refusal);
+                accept_queue.refused(&source, &refusal);
             }
         });
         let mut state = lock(&self.state);
@@ -81,24 +79,21 @@ impl AcceptQueue {
         state.waiting.push_back((waiting.abort_handle(), proved));
     }
 
-    /// Returns the last refusal, in parentheses, for the error of a rank that waited in vain. Empty if there was none.
-    pub fn last_refusal(&self) -> String {
-        lock(&self.state).last_refusal.as_ref().map_or(String::new(), |last| format!(" ({last})"))
+    /// Returns what was refused, and how often, in parentheses, for the error of a rank that waited in vain. Empty if
+    /// nothing was.
+    pub fn refusals(&self) -> String {
+        let state = lock(&self.state);
+        if state.refused.is_empty() { String::new() } else { format!(" (refused connections from {})", state.refused) }
     }
 
-    fn refused(&self, address: &impl Display, refusal: &Refusal) {
-        let mut state = lock(&self.state);
-        state.refused += 1;
-        if refusal.is_ours() {
-            state.last_refusal = Some(format!("refused a connection from {address}: {refusal}"));
-        }
-        match state.refused {
-            ..=MAX_LOGGED => log::warn!("refused a connection from {address}: {refusal}"),
+    fn refused(&self, source: &impl Display, refusal: &Refusal) {
+        match lock(&self.state).refused.add(source, refusal, refusal.is_ours()) {
+            Seen::First => log::warn!("refused a connection from {source}: {refusal}"),
             // Powers of two.
-            n if n & (n - 1) == 0 => {
-                log::warn!("refused {n} connections so far, the last from {address}: {refusal}")
+            Seen::Uncounted(n) if n & (n - 1) == 0 => {
+                log::warn!("refused {n} connections so far, the last from {source}: {refusal}")
             }
-            _ => {}
+            Seen::Again | Seen::Uncounted(_) => {}
         }
     }
 }
@@ -151,18 +146,26 @@ mod tests {
     }
 
     #[test]
-    fn the_last_refusal_of_a_bonfire_peer_is_kept() {
+    fn refusals_are_counted_by_source_and_reason() {
         block_on(async {
             let accept_queue = AcceptQueue::new(2);
-            assert_eq!(accept_queue.last_refusal(), "");
-            for (address, refusal) in [("one", Refusal::OtherSecret), ("two", Refusal::Stranger)] {
-                accept_queue.receive(address, async { Err::<(), _>(refusal) }, |()| async { Ok(()) });
-            }
-            while lock(&accept_queue.state).refused < 2 {
+            assert_eq!(accept_queue.refusals(), "");
+            for (source, refusal) in
+                [("one", Refusal::OtherSecret), ("two", Refusal::Stranger), ("one", Refusal::OtherSecret)]
+            {
+                let (refused, ends) = oneshot::channel::<()>();
+                let proof = async move {
+                    let _refused = refused;
+                    Err::<(), _>(refusal)
+                };
+                accept_queue.receive(source, proof, |()| async { Ok(()) });
+                // The connection has ended; its refusal is counted before the next one runs.
+                ends.await.unwrap_err();
                 tokio::task::yield_now().await;
             }
-            let said = accept_queue.last_refusal();
-            assert!(said.contains("from one: it has another secret"), "{said}");
+            let said = accept_queue.refusals();
+            assert!(said.contains("from one (2 times: it has another secret"), "{said}");
+            assert!(said.contains("two (once: it does not speak Bonfire's protocol)"), "{said}");
         });
     }
 }

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
 use tokio::time::{sleep, timeout};
 
 use super::connection::Event;
 use super::status::GroupStatus;
-use crate::auth::{self, AcceptQueue, Identity, Prologue, Purpose, Refusal};
+use crate::auth::{self, AcceptQueue, Identity, Listener, Prologue, Purpose, Refusal};
 
 /// Maximum number of data connections to a peer.
 pub(crate) const MAX_DATA_CONNECTIONS: usize = 8;
@@ -28,7 +28,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(500);
 
 /// Accepts connections from ranks of this session, and refuses all others.
 pub(super) async fn accept(
-    listener: TcpListener,
+    listener: Listener,
     accept_queue: Arc<AcceptQueue>,
     identity: Identity,
     status: Arc<GroupStatus>,
@@ -74,7 +74,7 @@ pub(crate) fn admit(
         let prologue = auth::accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
         Ok((stream, prologue))
     };
-    accept_queue.receive(address, proof, move |(mut stream, prologue)| async move {
+    accept_queue.receive(address.ip().to_canonical(), proof, move |(mut stream, prologue)| async move {
         let rank = prologue.from as usize;
         if prologue.purpose == Purpose::Data {
             // The dialler waits for this, and sends a goodbye only later: by then the status has the connection.

@@ -32,7 +32,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, channel, unbounded_channel};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -44,14 +44,14 @@ use super::hub::{Hub, Star};
 use super::message::{ControlRequest, Message, RankEvent, apply_message};
 use super::shrink::PeerEvent;
 use super::status::GroupStatus;
-use crate::auth::{AcceptQueue, Identity};
+use crate::auth::{AcceptQueue, Identity, Listener};
 use crate::types::Site;
 
 /// The connections and other state that the rendezvous hands over to the control thread.
 pub(crate) struct ControlSetup {
     pub identity: Identity,
     pub addresses: Vec<SocketAddr>,
-    pub listener: TcpListener,
+    pub listener: Listener,
     /// Connections that have not completed the handshake yet.
     pub accept_queue: Arc<AcceptQueue>,
     /// By rank. `None` for this rank itself, and in a star for most ranks.

@@ -131,7 +131,7 @@ impl Group {
     }
 
     /// Connects to the group that the environment of this process describes. Blocks until all ranks are connected, for
-    /// up to 120 s.
+    /// up to 120 s unless `BONFIRE_RENDEZVOUS_TIMEOUT` sets another time.
     ///
     /// These launchers set the environment: `bonfire run`, torchrun, Slurm's srun, mpirun and mpiexec of Open MPI,
     /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/guide/launch.md` explains how to run
@@ -143,7 +143,8 @@ impl Group {
     /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or `BONFIRE_IFACE` (see
     /// [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]), `BONFIRE_TRANSPORT`
     /// (see [`TransportKind`](crate::TransportKind)), `BONFIRE_ALGORITHMS` (see [`Selection`]),
-    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_HEARTBEAT_TIMEOUT` (seconds, see
+    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_RENDEZVOUS_TIMEOUT` (seconds, see
+    /// [`Builder::rendezvous_timeout`]), `BONFIRE_HEARTBEAT_TIMEOUT` (seconds, see
     /// [`Builder::heartbeat_timeout`]), `BONFIRE_DEADLINE` and `BONFIRE_HANG_TIMEOUT` (seconds, see
     /// [`Builder::deadline`] and [`Builder::hang_timeout`]).
     ///
@@ -259,7 +260,10 @@ impl Builder {
         self
     }
 
-    /// Sets how long the ranks may take to find each other: 120 s unless set. No variable sets it.
+    /// Sets how long the ranks may take to find each other: 120 s unless set here or by `BONFIRE_RENDEZVOUS_TIMEOUT`
+    /// (seconds). Until a rank has proved to another one that both belong to the job, nothing ends the wait earlier: a
+    /// server of another kind at rank 0's address, an earlier job, another release and another secret are warnings in
+    /// the log, and the error of a rank whose time is up lists what it tried. All ranks should set the same.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self

@@ -1,242 +1,225 @@
-//! Listening and dialling: at which address a rank listens, and how it dials until the peer answers.
+//! Dialling: a rank tries all addresses of its peer, until one of them proves that it is the peer.
+//!
+//! Until then nothing is final. At rank 0's address may be a server of another kind, a rank of an earlier job that has
+//! not ended yet, one of another release or with another secret, or no process at all; a name may not resolve, or lead
+//! to a machine that is about to be replaced; and a refusal is not authenticated, so a stranger can send any. All of it
+//! is a reason to dial again, counted for the error of a rank whose time is up. Answers that are not the peer's are
+//! logged, each kind once.
+//!
+//! The addresses are tried side by side, as in RFC 8305: they alternate between IPv6 and IPv4, and each begins a moment
+//! after the one before, or at once if that one has failed. The first that completes the handshake wins.
 
 use std::cell::RefCell;
-use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::time::{Duration, Instant};
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
+use std::panic::resume_unwind;
+use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
-use tokio::time::{sleep, timeout};
+use tokio::net::{TcpStream, lookup_host};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::{Settings, interface};
-use crate::auth::{self, Prologue, Purpose, Refusal, require_secret};
+use super::Settings;
+use super::source::is_loopback;
+use crate::auth::{self, Prologue, Purpose, Refusal, Secret, Seen, Tally, require_secret};
 use crate::types::Error;
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How much later than the one before the next address is dialled, as RFC 8305 recommends.
+const STAGGER: Duration = Duration::from_millis(250);
+
 /// The first pause between two attempts.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(10);
 
-/// Backlog of connections that wait to be accepted: all ranks may connect at once.
-const BACKLOG: u32 = 1024;
+/// The longest pause between two attempts.
+const LAST_PAUSE: Duration = Duration::from_millis(500);
 
-/// Dials until the handshake succeeds; returns the connection and the job's session. The caller limits the time. The
-/// name may not resolve yet, the peer may not listen yet, a listener flooded by strangers closes connections, and a
-/// rank of an earlier job may still listen at rank 0's address.
+/// Dials until a peer at one of the addresses completes the handshake; returns the connection and the job's session.
+/// The caller limits the time.
+///
+/// # Errors
+/// [`Error::Config`] if the address needs a secret and this rank has none.
 pub(super) async fn dial(
-    (settings, start): (&Settings, Instant),
+    settings: &Settings,
     address: &str,
     prologue: Prologue,
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpStream, u64), Error> {
-    let mut pause = FIRST_PAUSE;
     waiting_for.replace(format!("rank {} has not answered at {address}", prologue.to));
+    let mut dialler = Dialler { settings, address, prologue, tally: Tally::default() };
+    // At most one for each address. Dropping them closes their connections.
+    let mut attempts = JoinSet::new();
+    let (mut dialled, mut queue): (Vec<SocketAddr>, VecDeque<SocketAddr>) = Default::default();
+    let mut looking_up = Some(Box::pin(resolve(address)));
+    // When the next address is dialled or, if all are, when the name is looked up again.
+    let (mut next, mut pause) = (Instant::now(), FIRST_PAUSE);
     loop {
-        let reason = match connect(settings, address).await? {
-            Ok(mut stream) => match auth::dial(&mut stream, settings.secret.as_ref(), prologue).await {
-                Ok(session) => return Ok((stream, session)),
-                Err(Refusal::Io(e)) => format!("{address} answers but does not complete the handshake ({e})"),
-                Err(refusal) => {
-                    let reason = format!("rank {} cannot be reached at {address}: {refusal}", prologue.to);
-                    // A rank of an earlier job, which has not ended yet.
-                    let earlier = prologue.purpose == Purpose::Rendezvous && matches!(refusal, Refusal::Misplaced(_));
-                    if !earlier {
-                        return Err(settings.failed(start, reason));
+        tokio::select! {
+            found = async { looking_up.as_mut()?.await.into() }, if looking_up.is_some() => {
+                looking_up = None;
+                next = Instant::now();
+                match found {
+                    Some(Ok(found)) => {
+                        require_secret(settings.secret.as_ref(), &found)?;
+                        queue = alternating(&found).into_iter().filter(|target| !dialled.contains(target)).collect();
                     }
-                    if *waiting_for.borrow() != reason {
-                        log::warn!("rank {} retries: {reason}", settings.rank);
-                    }
-                    reason
+                    Some(Err(reason)) => dialler.note(&address, Missed::Unanswered(reason)),
+                    None => {}
                 }
-            },
-            Err(reason) => reason,
+                if queue.is_empty() {
+                    next += pause;
+                    pause = doubled(pause);
+                }
+            }
+            Some(ended) = attempts.join_next() => {
+                let (target, result) = ended.unwrap_or_else(|e| resume_unwind(e.into_panic()));
+                match result {
+                    Ok(connected) => return Ok(connected),
+                    Err(missed) => dialler.note(&target, missed),
+                }
+                dialled.retain(|other| *other != target);
+                if !queue.is_empty() {
+                    next = Instant::now();
+                }
+            }
+            () = sleep_until(next), if looking_up.is_none() => match queue.pop_front() {
+                Some(target) => {
+                    let (secret, prologue) = (settings.secret.clone(), dialler.prologue);
+                    attempts.spawn(async move { (target, attempt(target, secret, prologue).await) });
+                    dialled.push(target);
+                    next = Instant::now() + if queue.is_empty() { pause } else { STAGGER };
+                    if queue.is_empty() {
+                        pause = doubled(pause);
+                    }
+                }
+                None => looking_up = Some(Box::pin(resolve(address))),
+            }
+        }
+        if !dialler.tally.is_empty() {
+            waiting_for.replace(dialler.reason());
+        }
+    }
+}
+
+/// What a rank has tried so far.
+struct Dialler<'a> {
+    settings: &'a Settings,
+    address: &'a str,
+    prologue: Prologue,
+    tally: Tally,
+}
+
+/// Why an attempt has not led to the peer.
+enum Missed {
+    /// No process has answered.
+    Unanswered(String),
+    /// A process has answered that is not the peer, or not yet.
+    Refused(Refusal),
+}
+
+impl Dialler<'_> {
+    /// Counts an attempt, and logs answers that are not the peer's: the user may have to end what answers there.
+    fn note(&mut self, target: &impl std::fmt::Display, missed: Missed) {
+        let (outcome, answered) = match missed {
+            Missed::Unanswered(reason) => (reason, false),
+            Missed::Refused(Refusal::Io(e)) => (format!("it does not complete the handshake ({e})"), true),
+            Missed::Refused(refusal) => (refusal.to_string(), true),
         };
-        waiting_for.replace(reason);
-        back_off(&mut pause).await;
+        if self.tally.add(target, &outcome, answered) == Seen::First && answered {
+            let (rank, to, address) = (self.settings.rank, self.prologue.to, self.address);
+            log::warn!(
+                "rank {rank} retries: rank {to} cannot be reached at {address} yet; {target} answers: {outcome}"
+            );
+        }
+    }
+
+    /// Returns what was tried in vain.
+    fn reason(&self) -> String {
+        let Dialler { address, tally, prologue, .. } = self;
+        let tried = format!("tried {tally}");
+        if tally.is_telling() {
+            return format!("rank {} cannot be reached at {address}: {tried}", prologue.to);
+        }
+        let remedy = match prologue.purpose {
+            // No other address leads to a rank of this host.
+            _ if is_loopback(address) => "",
+            Purpose::Rendezvous => {
+                "; BONFIRE_ADDRESS gives another address of rank 0, and BONFIRE_IFACE on rank 0 makes it listen at all"
+            }
+            _ => "; BONFIRE_HOST or BONFIRE_IFACE on that rank makes it announce another address",
+        };
+        format!("nobody answers at {address}: {tried}{remedy}")
+    }
+}
+
+/// Dials an address once.
+async fn attempt(target: SocketAddr, secret: Option<Secret>, prologue: Prologue) -> Result<(TcpStream, u64), Missed> {
+    let opened = match timeout(CONNECT_TIMEOUT, auth::open(secret.as_ref(), &[target])).await {
+        Ok(Ok(opened)) => opened,
+        Ok(Err(forbidden)) => Err(io::Error::other(forbidden)),
+        Err(_) => Err(io::Error::new(ErrorKind::TimedOut, format!("no answer within {CONNECT_TIMEOUT:?}"))),
+    };
+    let mut stream = opened.map_err(|e| Missed::Unanswered(e.to_string()))?;
+    match auth::dial(&mut stream, secret.as_ref(), prologue).await {
+        Ok(session) => Ok((stream, session)),
+        Err(refusal) => Err(Missed::Refused(refusal)),
     }
 }
 
 /// Sleeps before the next attempt, and doubles the pause up to half a second.
 pub(super) async fn back_off(pause: &mut Duration) {
     sleep(*pause).await;
-    *pause = (*pause * 2).min(Duration::from_millis(500));
+    *pause = doubled(*pause);
 }
 
-/// Connects, or returns why no process answers yet. Addresses that need a secret are an error without one.
-async fn connect(settings: &Settings, address: &str) -> Result<Result<TcpStream, String>, Error> {
-    let addresses = match resolve(address).await {
-        Ok(addresses) => addresses,
-        Err(reason) => return Ok(Err(reason)),
-    };
-    let connected = timeout(CONNECT_TIMEOUT, auth::open(settings.secret.as_ref(), &addresses)).await;
-    let late = |_| Ok(Err(io::Error::new(io::ErrorKind::TimedOut, "no answer so far")));
-    Ok(connected.unwrap_or_else(late)?.map_err(|e| format!("nobody answers at {address} ({e})")))
+fn doubled(pause: Duration) -> Duration {
+    (pause * 2).min(LAST_PAUSE)
 }
 
 /// Returns the addresses of a name, which may have none yet.
-async fn resolve(address: &str) -> Result<Vec<SocketAddr>, String> {
+pub(super) async fn resolve(address: &str) -> Result<Vec<SocketAddr>, String> {
     match lookup_host(address).await {
         Ok(addresses) => Ok(addresses.collect()),
         Err(e) => Err(format!("the name in {address} does not resolve ({e})")),
     }
 }
 
-/// Returns rank 0's listener and the address that it announces. The announced address holds only the port unless an
-/// interface was configured, since the other ranks know better at which address they reach rank 0.
-pub(super) async fn listen(
-    (settings, start): (&Settings, Instant),
-    waiting_for: &RefCell<String>,
-) -> Result<(TcpListener, SocketAddr), Error> {
-    let chosen = if settings.spans_hosts() { interface::chosen(settings)? } else { None };
-    let mut pause = FIRST_PAUSE;
-    let listener = loop {
-        let bound = match resolve(&settings.address).await {
-            // Rank 0's name may resolve to loopback on its own host and not on the others. A configured interface need
-            // not be the one that the name resolves to.
-            Ok(addresses)
-                if settings.spans_hosts()
-                    && (chosen.is_some() || addresses.iter().any(|address| address.ip().is_loopback())) =>
-            {
-                Ok(listen_everywhere(settings, addresses.first().map_or(0, SocketAddr::port))?)
-            }
-            Ok(addresses) => Ok(bind_to(settings, &addresses).await?),
-            Err(reason) => Err(reason),
-        };
-        let reason = match bound {
-            Ok(Ok(listener)) => break listener,
-            // An earlier job may listen there until it has ended.
-            Ok(Err(e)) if e.kind() == io::ErrorKind::AddrInUse => cannot_listen(&settings.address, &e),
-            // The name may still resolve to another machine, which this one replaces.
-            Ok(Err(e)) if e.kind() == io::ErrorKind::AddrNotAvailable && is_name(&settings.address) => {
-                cannot_listen(&settings.address, &e)
-            }
-            Ok(Err(e)) => return Err(settings.failed(start, cannot_listen_at_own_address(settings, &e))),
-            Err(reason) => reason,
-        };
-        if pause == FIRST_PAUSE {
-            log::warn!("rank 0 retries: {reason}");
-        }
-        waiting_for.replace(match &settings.source.address {
-            Some(chosen) => format!("{reason}; {chosen}, and BONFIRE_ADDRESS overrides both"),
-            None => reason,
-        });
-        back_off(&mut pause).await;
-    };
-    let mut announced = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    announced.set_ip(chosen.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
-    waiting_for.take();
-    Ok((listener, announced))
-}
-
-/// Listens at all addresses of this machine, of both families if it has both.
-fn listen_everywhere(settings: &Settings, port: u16) -> Result<io::Result<TcpListener>, Error> {
-    require_secret(settings.secret.as_ref(), &[(Ipv6Addr::UNSPECIFIED, port).into()])?;
-    let listen = |socket: TcpSocket, address: SocketAddr| {
-        socket.set_reuseaddr(true)?;
-        socket.bind(address)?;
-        socket.listen(BACKLOG)
-    };
-    let both = || {
-        let socket = TcpSocket::new_v6()?;
-        rustix::net::sockopt::set_ipv6_v6only(&socket, false)?;
-        listen(socket, (Ipv6Addr::UNSPECIFIED, port).into())
-    };
-    Ok(match both() {
-        Err(e) if e.kind() != io::ErrorKind::AddrInUse => {
-            TcpSocket::new_v4().and_then(|socket| listen(socket, (Ipv4Addr::UNSPECIFIED, port).into()))
-        }
-        listener => listener,
-    })
-}
-
-/// Listens at the configured address `host` of a rank other than 0. Its name may not resolve yet.
-pub(super) async fn listen_at(
-    (settings, start): (&Settings, Instant),
-    host: &str,
-    waiting_for: &RefCell<String>,
-) -> Result<TcpListener, Error> {
-    let address = any_port(host.trim_matches(['[', ']']));
-    let mut pause = FIRST_PAUSE;
+/// Orders addresses so that the families take turns, beginning with that of the first, each address once.
+fn alternating(addresses: &[SocketAddr]) -> Vec<SocketAddr> {
+    let first_family = addresses.first().is_some_and(SocketAddr::is_ipv6);
+    let of = |family| addresses.iter().copied().filter(move |address| address.is_ipv6() == family);
+    let (mut one, mut other, mut ordered) = (of(first_family), of(!first_family), Vec::new());
     loop {
-        let reason = match resolve(&address).await {
-            Ok(addresses) => {
-                let listener = bind_to(settings, &addresses).await?;
-                return listener.map_err(|e| settings.failed(start, cannot_listen(&address, &e)));
+        let next: Vec<_> = one.next().into_iter().chain(other.next()).collect();
+        if next.is_empty() {
+            return ordered;
+        }
+        next.into_iter().for_each(|address| {
+            if !ordered.contains(&address) {
+                ordered.push(address);
             }
-            Err(reason) => reason,
-        };
-        if pause == FIRST_PAUSE {
-            log::warn!("rank {} retries: {reason}", settings.rank);
-        }
-        waiting_for.replace(format!("{reason}; BONFIRE_HOST or Builder::host gives it"));
-        back_off(&mut pause).await;
+        });
     }
 }
 
-fn any_port(host: &str) -> String {
-    if host.contains(':') { format!("[{host}]:0") } else { format!("{host}:0") }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// Returns the address at which a rank other than 0 listens, if none is configured. `zero` is its connection to rank 0.
-pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, Error> {
-    let own = zero.local_addr().map_err(|e| Error::io("connect", e))?.ip().to_canonical();
-    if !settings.spans_hosts() {
-        return Ok(any_port(&own.to_string()));
-    }
-    let own = match interface::chosen(settings)? {
-        Some(chosen) => chosen,
-        // Rank 0 is on this host, and its name resolves to loopback here.
-        None if own.is_loopback() => match interface::any(settings) {
-            // Without an interface no rank can be on another host, unless the launcher says so.
-            Err(_) if settings.source.several.is_none() => own,
-            found => found?,
-        },
-        None => own,
-    };
-    Ok(any_port(&own.to_string()))
-}
-
-/// Listens at an address. Addresses that need a secret are an error without one.
-pub(super) async fn bind(settings: &Settings, start: Instant, address: &str) -> Result<TcpListener, Error> {
-    let addresses = resolve(address).await.map_err(|reason| settings.failed(start, reason))?;
-    let listener = bind_to(settings, &addresses).await?;
-    listener.map_err(|e| settings.failed(start, cannot_listen(address, &e)))
-}
-
-async fn bind_to(settings: &Settings, addresses: &[SocketAddr]) -> Result<io::Result<TcpListener>, Error> {
-    require_secret(settings.secret.as_ref(), addresses)?;
-    // An error for an address that this machine has is more useful than "address not available" for another one.
-    let mut error: Option<io::Error> = None;
-    for address in addresses {
-        match TcpListener::bind(address).await {
-            Ok(listener) => return Ok(Ok(listener)),
-            Err(e) if error.as_ref().is_none_or(|e| e.kind() == io::ErrorKind::AddrNotAvailable) => error = Some(e),
-            Err(_) => {}
+    #[test]
+    fn families_take_turns() {
+        let addresses =
+            |texts: &[&str]| texts.iter().map(|text| format!("{text}:1").parse().unwrap()).collect::<Vec<SocketAddr>>();
+        for (given, ordered) in [
+            (&[][..], &[][..]),
+            (&["1.0.0.1", "1.0.0.2", "1.0.0.1"], &["1.0.0.1", "1.0.0.2"]),
+            (&["[::2]", "[::3]", "1.0.0.1", "1.0.0.2"], &["[::2]", "1.0.0.1", "[::3]", "1.0.0.2"]),
+            (&["1.0.0.1", "1.0.0.2", "1.0.0.3", "[::2]"], &["1.0.0.1", "[::2]", "1.0.0.2", "1.0.0.3"]),
+        ] {
+            assert_eq!(alternating(&addresses(given)), addresses(ordered));
         }
     }
-    Ok(Err(error.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into())))
-}
-
-/// Returns why rank 0 cannot listen at the address that all ranks know.
-fn cannot_listen_at_own_address(settings: &Settings, e: &io::Error) -> String {
-    let reason = cannot_listen(&settings.address, e);
-    match &settings.source.address {
-        Some(chosen) => format!("{reason} ({chosen}): BONFIRE_ADDRESS=HOST:PORT on all ranks overrides both"),
-        None => reason,
-    }
-}
-
-fn cannot_listen(address: &str, e: &io::Error) -> String {
-    let remedy = match e.kind() {
-        io::ErrorKind::AddrInUse => "; end the job that still listens there or choose another port",
-        io::ErrorKind::AddrNotAvailable => "; give an address that this machine has",
-        _ => "",
-    };
-    format!("cannot listen at {address}: {e}{remedy}")
-}
-
-/// Whether the host part has to be looked up.
-fn is_name(address: &str) -> bool {
-    address.parse::<SocketAddr>().is_err()
 }

@@ -54,6 +54,7 @@ impl Launched {
                 "BONFIRE_DEADLINE",
                 "BONFIRE_HANG_TIMEOUT",
                 "BONFIRE_HEARTBEAT_TIMEOUT",
+                "BONFIRE_RENDEZVOUS_TIMEOUT",
                 "BONFIRE_TRACE",
             ],
         ),
@@ -134,6 +135,7 @@ pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Er
         connections: variables.number("BONFIRE_TCP_CONNECTIONS")?.unwrap_or(settings.connections),
         heartbeat_timeout: seconds_from_env(&variable, "BONFIRE_HEARTBEAT_TIMEOUT")?
             .unwrap_or(settings.heartbeat_timeout),
+        timeout: seconds_from_env(&variable, "BONFIRE_RENDEZVOUS_TIMEOUT")?.unwrap_or(settings.timeout),
         ..settings
     };
     let algorithms = variable("BONFIRE_ALGORITHMS");

@@ -12,19 +12,20 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedSender, channel, unbounded_channel};
 use tokio::task::yield_now;
 use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 
-use super::dial::{FIRST_PAUSE, back_off, bind, dial, listen, listen_at, own_host};
+use super::dial::{FIRST_PAUSE, back_off, dial};
+use super::listen::{announced, bind, first_address, listen, listen_at, own_host};
 use super::neighbours::{is_star, neighbours};
 use super::registration::{
     Answer, Hello, RegisteredRank, Registration, authenticate, common_transport, first_disconnect, hosts, read_hello,
     refuse, register, report_missing,
 };
 use super::{Settings, TransportKind, connection_ended};
-use crate::auth::{AcceptQueue, Identity, Purpose, RETRY};
+use crate::auth::{AcceptQueue, Identity, Listener, Purpose, RETRY};
 use crate::control::invitation::random;
 use crate::control::{ControlSetup, GroupStatus, MAX_DATA_CONNECTIONS, admit, frame};
 use crate::report;
@@ -87,8 +88,11 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
 
 /// Returns why the rendezvous has timed out.
 fn timed_out(waiting_for: &str, accept_queue: &AcceptQueue, n: usize) -> String {
-    let last_refusal = accept_queue.last_refusal();
-    format!("{waiting_for}{last_refusal}; start all {n} ranks with the same address and world size, or allow more time")
+    let refusals = accept_queue.refusals();
+    format!(
+        "{waiting_for}{refusals}; start all {n} ranks with the same address and world size, or allow more time \
+         (BONFIRE_RENDEZVOUS_TIMEOUT)"
+    )
 }
 
 /// Runs rank 0: waits until all ranks have registered, then sends them the table of addresses.
@@ -103,8 +107,9 @@ async fn coordinate(
     let listening = timeout_at(deadline, listen((settings, start), waiting_for)).await;
     let late = |_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), accept_queue, n)));
     let (listener, announced) = listening.unwrap_or_else(late)?;
-    let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
+    let own = first_address(settings, start, &listener)?;
     let identity = Identity { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
+    let listens = listens_at(&listener);
     let (registrations, mut queue) = unbounded_channel();
     let mut ranks: Vec<Option<RegisteredRank>> = (0..n).map(|_| None).collect();
     // The missing ranks of the last report.
@@ -113,7 +118,7 @@ async fn coordinate(
     let mut refused = String::new();
     while ranks.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| ranks[*rank].is_none()).collect();
-        waiting_for.replace(format!("{} did not come", RankList(&missing)));
+        waiting_for.replace(format!("{} did not come; rank 0 {listens}", RankList(&missing)));
         let problem = tokio::select! {
             accepted = accept(&listener, accept_queue, &identity, &registrations) => {
                 if let Err(e) = accepted {
@@ -133,7 +138,7 @@ async fn coordinate(
                 None
             }
             () = sleep_until(deadline) => {
-                let missing = format!("{} did not come{refused}", RankList(&missing));
+                let missing = format!("{} did not come; rank 0 {listens}{refused}", RankList(&missing));
                 Some((timed_out(&missing, accept_queue, n), None))
             }
         };
@@ -197,7 +202,7 @@ async fn coordinate(
 
 /// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`.
 async fn accept(
-    listener: &TcpListener,
+    listener: &Listener,
     accept_queue: &Arc<AcceptQueue>,
     identity: &Identity,
     registrations: &UnboundedSender<Registration>,
@@ -210,11 +215,15 @@ async fn accept(
         }
     };
     let (registrations, identity) = (registrations.clone(), identity.clone());
-    accept_queue.receive(address, authenticate(stream, identity), |(stream, prologue)| async move {
-        // The receiver is gone if the rendezvous has ended.
-        let _ = registrations.send(read_hello(stream, prologue).await?);
-        Ok(())
-    });
+    accept_queue.receive(
+        address.ip().to_canonical(),
+        authenticate(stream, identity),
+        |(stream, prologue)| async move {
+            // The receiver is gone if the rendezvous has ended.
+            let _ = registrations.send(read_hello(stream, prologue).await?);
+            Ok(())
+        },
+    );
     // Its first bytes have most likely arrived: the handshake reads them before the next connection is accepted.
     yield_now().await;
     Ok(())
@@ -254,17 +263,13 @@ async fn participate(
     };
     let mut pause = FIRST_PAUSE;
     let (listener, mut zero, mut answer) = loop {
-        let (mut zero, session) = dial((settings, start), &settings.address, prologue, waiting_for).await?;
+        let (mut zero, session) = dial(settings, &settings.address, prologue, waiting_for).await?;
         identity.session = session;
         let listening = match listener.take() {
             Some(listening) => listening,
             None => bind(settings, start, &own_host(settings, &zero)?).await?,
         };
-        let mut address = listening.local_addr().map_err(failed)?;
-        if address.ip().is_unspecified() {
-            // This rank listens on all addresses. It announces the one from which it reaches rank 0.
-            address.set_ip(zero.local_addr().map_err(failed)?.ip());
-        }
+        let address = announced((settings, start), &listening, &zero)?;
         let (kind, algorithms) = (settings.requested_transport(), settings.algorithms.clone());
         let hello = Hello { address, kind, algorithms, machine: machine.clone() };
         waiting_for.replace("rank 0 is there, but some other rank did not come".into());
@@ -309,15 +314,15 @@ async fn participate(
     }
     let settings = Settings { full_mesh_limit, ..settings.clone() };
     let local = (identity, listener, accept_queue);
-    let connections = connect((&settings, start), local, addresses, &hosts, Some(zero), waiting_for).await?;
+    let connections = connect(&settings, local, addresses, &hosts, Some(zero), waiting_for).await?;
     Ok((Joined { setup: connections, kind, hosts }, full_mesh_limit))
 }
 
 /// Connects a rank to its neighbours at known addresses: dials the lower ones, except for rank 0 if `zero` is
 /// connected, and is dialled by the higher ones. Does not return while a neighbour is missing.
 pub(super) async fn connect(
-    (settings, start): (&Settings, Instant),
-    (identity, listener, accept_queue): (Identity, TcpListener, &Arc<AcceptQueue>),
+    settings: &Settings,
+    (identity, listener, accept_queue): (Identity, Listener, &Arc<AcceptQueue>),
     addresses: Vec<SocketAddr>,
     hosts: &[usize],
     mut zero: Option<TcpStream>,
@@ -333,7 +338,7 @@ pub(super) async fn connect(
                 Some(zero) => Some(zero),
                 None if wanted(lower) => {
                     let prologue = identity.prologue(Purpose::Control, lower, (0, 1));
-                    Some(dial((settings, start), &address.to_string(), prologue, waiting_for).await?.0)
+                    Some(dial(settings, &address.to_string(), prologue, waiting_for).await?.0)
                 }
                 None => None,
             });
@@ -358,7 +363,7 @@ pub(super) async fn connect(
 
 /// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.
 async fn above(
-    listener: &TcpListener,
+    listener: &Listener,
     accept_queue: &Arc<AcceptQueue>,
     identity: &Identity,
     status: &Arc<GroupStatus>,
@@ -368,14 +373,14 @@ async fn above(
     let (rank, n) = (identity.rank, identity.world_size);
     let mut above: Vec<Option<TcpStream>> = (rank + 1..n).map(|_| None).collect();
     let (controls, mut queue) = channel(n);
+    let listens = listens_at(listener);
     loop {
         let missing = (rank + 1..).zip(&above).filter(|(peer, connection)| connection.is_none() && wanted(*peer));
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
         if missing.is_empty() {
             return above;
         }
-        let own = listener.local_addr().map_or_else(|e| e.to_string(), |own| own.to_string());
-        waiting_for.replace(format!("{} did not connect to rank {rank} at {own}", RankList(&missing)));
+        waiting_for.replace(format!("{} did not connect to rank {rank}, which {listens}", RankList(&missing)));
         tokio::select! {
             accepted = listener.accept() => {
                 let Ok((stream, address)) = accepted else {
@@ -394,6 +399,18 @@ async fn above(
             }
         }
     }
+}
+
+/// Says where this rank listens, for errors.
+fn listens_at(listener: &Listener) -> String {
+    let addresses = match listener.addresses() {
+        Ok(addresses) => addresses,
+        Err(e) => return format!("cannot tell where it listens ({e})"),
+    };
+    let all: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+    let everywhere =
+        if addresses.iter().any(|address| address.ip().is_unspecified()) { ", all its addresses" } else { "" };
+    format!("listens at {}{everywhere}", all.join(", "))
 }
 
 fn new_status(world_size: usize) -> Result<Arc<GroupStatus>, Error> {

@@ -30,15 +30,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tokio::net::TcpListener;
 use tokio::time::timeout;
 
 use self::agreement::{Agreement, Next};
 use self::events::{PROBE_TIMEOUT, PeerEvents};
-use super::dial::bind;
 use super::join::{self, Joined};
+use super::listen::{bind_to, first_address};
 use super::{Connected, Settings, TransportKind, start_group};
-use crate::auth::{AcceptQueue, Identity};
+use crate::auth::{AcceptQueue, Identity, Listener};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, ShrinkMessage};
@@ -81,7 +80,7 @@ struct ShrinkState {
     agreement: Agreement,
     events: PeerEvents,
     /// Where the other members connect to this rank in the group that it proposes. Taken to connect.
-    own: Option<(TcpListener, Endpoint)>,
+    own: Option<(Listener, Endpoint)>,
     /// This rank's ends of the groups to which it was connected.
     groups: Vec<(Membership, Connected)>,
 }
@@ -128,7 +127,7 @@ impl Regroup for ProcessGroup {
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<GroupEndpoint, Fault> {
         let runtime = OwnRuntime::new()?;
-        let (listener, endpoint) = runtime.run(|| self.listen("subgroup")).flatten()?;
+        let (listener, endpoint) = runtime.run(|| async { self.listen("subgroup") }).flatten()?;
         let endpoints = self.tcp.invite(&Invitation { members: members.to_vec(), endpoint }, deadline)?;
         let endpoints = members.iter().copied().zip(endpoints).collect();
         let formed = runtime.run(|| async {
@@ -173,7 +172,7 @@ impl Regroup for ProcessGroup {
 
 /// A resource that is held and not used.
 pub(super) enum HeldOpen {
-    Port(#[expect(dead_code, reason = "held only")] OwnedFd),
+    Port(#[expect(dead_code, reason = "held only")] Vec<OwnedFd>),
     Connected(#[expect(dead_code, reason = "held only")] Box<Connected>),
 }
 
@@ -260,7 +259,7 @@ impl ProcessGroup {
                 Next::Propose(membership) => {
                     (forming, failed, state.own) = (None, None, None);
                     problem.take();
-                    let (listener, endpoint) = self.listen("shrink").await?;
+                    let (listener, endpoint) = self.listen("shrink")?;
                     self.tcp.send_to_all(ShrinkMessage::Proposes(membership, endpoint));
                     (state.own, state.proposed) = (Some((listener, endpoint)), Instant::now());
                 }
@@ -314,13 +313,13 @@ impl ProcessGroup {
         }
     }
 
-    /// Listens for the members of a new group, on a port of its own.
-    async fn listen(&self, operation: &str) -> Result<(TcpListener, Endpoint), Error> {
-        let mut address = self.tcp.addresses()[self.settings.rank];
-        address.set_port(0);
-        let listener = bind(&self.settings, Instant::now(), &address.to_string()).await;
-        let listener = listener.map_err(|error| as_error_of(operation, error))?;
-        let port = listener.local_addr().map_err(|e| Error::io(operation, e))?.port();
+    /// Listens for the members of a new group, on a port of its own, at all addresses at which this rank listens.
+    fn listen(&self, operation: &str) -> Result<(Listener, Endpoint), Error> {
+        let mut addresses = self.tcp.listens_at().map_err(|e| Error::io(operation, e))?;
+        addresses.iter_mut().for_each(|address| address.set_port(0));
+        let listener = bind_to(&self.settings, &addresses)?.map_err(|e| Error::io(operation, e))?;
+        let port = first_address(&self.settings, Instant::now(), &listener);
+        let port = port.map_err(|error| as_error_of(operation, error))?.port();
         Ok((listener, Endpoint { port, key: random()? }))
     }
 
@@ -328,7 +327,7 @@ impl ProcessGroup {
     async fn connect(
         &self,
         members: &[usize],
-        (listener, own): (TcpListener, Endpoint),
+        (listener, own): (Listener, Endpoint),
         endpoints: Vec<(usize, Endpoint)>,
         waiting_for: &RefCell<String>,
     ) -> Result<Connected, Error> {
@@ -349,7 +348,7 @@ impl ProcessGroup {
         let accept_queue = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
         let hosts = hosts_of(members, &self.hosts);
         let endpoint = (identity, listener, &accept_queue);
-        let setup = join::connect((&settings, start), endpoint, addresses, &hosts, None, waiting_for).await?;
+        let setup = join::connect(&settings, endpoint, addresses, &hosts, None, waiting_for).await?;
         let joined = Joined { setup, kind: self.kind, hosts };
         Connected::share(settings, start, joined).await
     }

@@ -33,6 +33,13 @@ fn the_host_and_the_deadline_are_optional() {
 }
 
 #[test]
+fn the_time_for_the_rendezvous_is_a_variable() {
+    assert_eq!(from(&COMPLETE).unwrap().settings.timeout, super::DEFAULT_TIMEOUT);
+    let longer = from(&[&COMPLETE[..], &[("RENDEZVOUS_TIMEOUT", "600.5")]].concat()).unwrap();
+    assert_eq!(longer.settings.timeout, Duration::from_secs_f64(600.5));
+}
+
+#[test]
 fn the_transport_is_chosen_by_name() {
     assert_eq!(from(&COMPLETE).unwrap().settings.kind, TransportKind::Auto);
     for kind in TransportKind::ALL {
@@ -80,6 +87,7 @@ fn malformed_variables_are_named_with_their_values() {
         ("RANK", &["", "-1", "one", "1.0", "99999999999999999999", "0x1"][..]),
         ("WORLD_SIZE", &["", "-4", "four", "4,"]),
         ("DEADLINE", &["", "0", "-1", "nan", "inf", "1e300", "soon", "5s"]),
+        ("RENDEZVOUS_TIMEOUT", &["", "0", "-1", "nan", "inf", "1e300", "soon", "5s"]),
         ("TRANSPORT", &["", "rdma", "SHM", "tcp,shm"]),
         ("TCP_CONNECTIONS", &["", "-1", "two"]),
     ] {

@@ -14,8 +14,9 @@
 mod dial;
 mod link;
 
+use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -46,8 +47,8 @@ pub(crate) struct Tcp {
     heartbeat_timeout: Duration,
     control: UnboundedSender<ControlRequest>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Keeps the port in use: see [`port`](Tcp::port).
-    listener: OwnedFd,
+    /// Keep the port in use: see [`port`](Tcp::port).
+    listener: Vec<OwnedFd>,
     /// Messages of the shrink protocol, and which peers left or were lost, since the group was made.
     peer_events: Mutex<Option<UnboundedReceiver<RankEvent>>>,
 }
@@ -63,8 +64,7 @@ impl Tcp {
         connections: usize,
         heartbeat_timeout: HeartbeatTimeout,
     ) -> Result<Tcp, Error> {
-        let listener = setup.listener.as_fd().try_clone_to_owned();
-        let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
+        let listener = setup.listener.keep().map_err(|e| Error::io("keeping the listener", e))?;
         let (control, outgoing) = unbounded_channel();
         let (told, peer_events) = unbounded_channel();
         let (greeted, greeting) = std::sync::mpsc::channel();
@@ -103,7 +103,6 @@ impl Tcp {
     /// An endpoint without connections, for tests. They write to the status what it would receive.
     #[cfg(all(test, feature = "shm", target_os = "linux"))]
     pub fn unconnected(rank: usize, status: Arc<GroupStatus>, world_size: usize) -> Tcp {
-        let listener = status.wake().try_clone_to_owned().unwrap();
         Tcp {
             identity: Identity { secret: None, session: 0, rank, world_size },
             addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); world_size],
@@ -113,7 +112,7 @@ impl Tcp {
             heartbeat_timeout: Duration::ZERO,
             control: unbounded_channel().0,
             thread: Mutex::default(),
-            listener,
+            listener: Vec::new(),
             peer_events: Mutex::default(),
         }
     }
@@ -128,10 +127,16 @@ impl Tcp {
         &self.addresses
     }
 
-    /// Returns a handle that keeps this rank's port in use. Once the port is closed the machine refuses connections to
+    /// Returns handles that keep this rank's port in use. Once the port is closed the machine refuses connections to
     /// it, and peers conclude that this rank has ended.
-    pub fn port(&self) -> std::io::Result<OwnedFd> {
-        self.listener.try_clone()
+    pub fn port(&self) -> io::Result<Vec<OwnedFd>> {
+        self.listener.iter().map(OwnedFd::try_clone).collect()
+    }
+
+    /// Returns the addresses at which this rank listens: those of a name, or all of its machine.
+    pub fn listens_at(&self) -> io::Result<Vec<SocketAddr>> {
+        let address = |socket| SocketAddr::try_from(rustix::net::getsockname(socket)?).map_err(io::Error::from);
+        self.listener.iter().map(address).collect()
     }
 
     /// Takes the receiver for messages of the shrink protocol. `Some` once.

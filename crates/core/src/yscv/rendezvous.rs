@@ -71,10 +71,10 @@ impl Rendezvous {
         let there = |rank: &usize| workers.get(rank).is_some_and(|stream| !is_closed(stream));
         let missing: Vec<usize> = (1..world_size).filter(|rank| !there(rank)).collect();
         let others = accepted_count - (world_size - 1 - missing.len());
-        let last = accept_queue.last_refusal();
+        let refusals = accept_queue.refusals();
         Err(self.failed(format!(
-            "{} did not come, and {others} connections were turned away or left{last}; start each rank from 1 to {} \
-             once, with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
+            "{} did not come, and {others} connections were turned away or left{refusals}; start each rank from 1 to \
+             {} once, with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
             RankList(&missing),
             world_size - 1
         )))
@@ -188,7 +188,7 @@ impl Workers {
     ) {
         let Ok((stream, address)) = accepted else { return sleep(RETRY).await };
         let registered = self.clone();
-        accept_queue.receive(address, read_rank(stream, world_size), |(rank, stream)| async move {
+        accept_queue.receive(address.ip(), read_rank(stream, world_size), |(rank, stream)| async move {
             registered.insert(rank, stream)
         });
         // Its rank has most likely arrived: it is read before the next connection is accepted.

@@ -1,11 +1,12 @@
 //! Authentication: only ranks with the secret are admitted. In every test the job beside it completes.
 
 #[cfg(target_os = "linux")]
+mod floods;
+#[cfg(target_os = "linux")]
 mod strangers;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -53,6 +54,37 @@ fn rest(mut stream: &TcpStream) -> Vec<u8> {
     }
 }
 
+/// Lets `answer` play rank 0 on each connection of a rank 1 with the secret, until the rank's time is up. Returns the
+/// rank's error.
+fn met_by(mut answer: impl FnMut(TcpStream)) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let one = thread::spawn({
+        let (builder, address) = (rank(1, 2, &address).rendezvous_timeout(SOON), address.clone());
+        move || {
+            let result = builder.connect();
+            // The listener waits for a connection, of which this is the last.
+            drop(dial(&address));
+            result
+        }
+    });
+    loop {
+        let (stream, _) = listener.accept().unwrap();
+        // A rank speaks first.
+        if !stream.peek(&mut [0]).is_ok_and(|count| count > 0) {
+            break;
+        }
+        answer(stream);
+    }
+    match one.join().unwrap() {
+        Err(Error::Rendezvous { reason, elapsed, .. }) => {
+            assert!(elapsed >= SOON && reason.contains(&format!("tried {address} (")), "after {elapsed:?}: {reason}");
+            reason
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
 /// Records the connections of a rank to rank 0, for every purpose: the bytes that it sends and those that it receives.
 fn recorded() -> Vec<(Vec<u8>, Vec<u8>)> {
     let address = free_address();
@@ -84,33 +116,53 @@ fn ranks_with_the_secret_connect_and_compute() {
     bonfire_testing::assert_connected(groups.into_iter().map(Ok).collect());
 }
 
+/// Connects two ranks that refuse each other. Returns their errors, which come when the time is up and not before.
+fn refused(zero: Builder, one: Builder) -> [String; 2] {
+    let ranks = [zero, one].map(|builder| connecting(builder.rendezvous_timeout(SOON)));
+    ranks.map(|rank| match rank.join().unwrap() {
+        Err(Error::Rendezvous { reason, elapsed, .. }) => {
+            assert!(elapsed >= SOON, "after {elapsed:?}: {reason}");
+            reason
+        }
+        other => panic!("{other:?}"),
+    })
+}
+
+/// Checks that the errors of two ranks say what each has tried, and what answered.
+fn assert_both_say(address: &str, [zero, one]: [String; 2], [zero_says, one_says]: [&str; 2]) {
+    let listens = format!("rank 1 did not come; rank 0 listens at {address} (refused connections from 127.0.0.1 (");
+    assert!(zero.contains(&listens) && zero.contains(&format!(": {zero_says}")), "{zero}");
+    let tried = format!("rank 0 cannot be reached at {address}: tried {address} (");
+    assert!(one.contains(&tried) && one.contains(&format!(": {one_says}")), "{one}");
+    assert!([zero, one].iter().all(|text| text.contains("BONFIRE_SECRET_FILE")), "the remedy");
+}
+
 #[test]
-fn a_different_secret_is_reported_to_its_rank_and_by_rank_0() {
+fn a_different_secret_is_reported_by_both_sides() {
     beside(|address| {
         for r in [1, 2] {
-            let text = reason(bare(r, 3, address).secret(secret(2)).connect());
+            let text = reason(bare(r, 3, address).secret(secret(2)).rendezvous_timeout(SOON).connect());
             assert!(text.contains("another secret") && text.contains("BONFIRE_SECRET_FILE"), "{text}");
         }
     });
     let address = free_address();
-    let zero = connecting(rank(0, 2, &address).rendezvous_timeout(SOON));
-    reason(bare(1, 2, &address).secret(secret(2)).connect());
-    let text = reason(zero.join().unwrap());
-    assert!(text.contains("rank 1 did not come") && text.contains("another secret"), "{text}");
+    let both = refused(rank(0, 2, &address), bare(1, 2, &address).secret(secret(2)));
+    assert_both_say(&address, both, ["it has another secret", "it has another secret"]);
 }
 
 #[test]
-fn a_missing_secret_is_reported_on_both_sides() {
+fn a_missing_secret_is_reported_by_both_sides() {
     beside(|address| {
-        let text = reason(bare(1, 3, address).connect());
+        let text = reason(bare(1, 3, address).rendezvous_timeout(SOON).connect());
         assert!(text.contains("it has a secret, and this rank none") && text.contains("BONFIRE_SECRET_FILE"), "{text}");
     });
+    let (theirs, ours) = ("it has a secret, and this rank none", "it has no secret, and this rank has one");
     let address = free_address();
-    let zero = connecting(bare(0, 2, &address).rendezvous_timeout(SOON));
-    let text = reason(rank(1, 2, &address).connect());
-    assert!(text.contains("it has no secret, and this rank has one"), "{text}");
-    let text = reason(zero.join().unwrap());
-    assert!(text.contains("rank 1 did not come") && text.contains("it has a secret, and this rank none"), "{text}");
+    let both = refused(bare(0, 2, &address), rank(1, 2, &address));
+    assert_both_say(&address, both, [theirs, ours]);
+    let address = free_address();
+    let both = refused(rank(0, 2, &address), bare(1, 2, &address));
+    assert_both_say(&address, both, [ours, theirs]);
 }
 
 #[test]
@@ -166,15 +218,10 @@ fn different_protocol_versions_are_reported_on_both_sides() {
             format!("it speaks version {version} of Bonfire's protocol, and this rank version {}", wire::VERSION);
         assert!(text.contains(&both) && text.contains("rank 1 did not come"), "{text}");
 
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let one = connecting(rank(1, 2, &address));
-        let (mut stream, _) = listener.accept().unwrap();
         let mut answer = b"BNFA".to_vec();
         answer.extend(version.to_le_bytes());
         answer.extend([5, 0]);
-        stream.write_all(&answer).unwrap();
-        let text = reason(one.join().unwrap());
+        let text = met_by(|mut stream| drop(stream.write_all(&answer)));
         assert!(text.contains(&both), "{text}");
     }
     beside(|address| {
@@ -245,34 +292,29 @@ fn a_replayed_data_connection_is_not_accepted_while_its_group_lives() {
 fn a_replayed_listener_is_not_believed() {
     let recordings = recorded();
     let (_, back) = recordings.iter().find(|(there, _)| there[7] == wire::RENDEZVOUS).unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let one = connecting(rank(1, 2, &listener.local_addr().unwrap().to_string()));
-    let (mut stream, _) = listener.accept().unwrap();
-    stream.write_all(back).unwrap();
-    let text = reason(one.join().unwrap());
+    let text = met_by(|mut stream| {
+        let _ = stream.write_all(back);
+        // The prologue, the first handshake message, and nothing after them.
+        assert_eq!(rest(&stream).len(), 80);
+    });
     assert!(text.contains("another secret"), "{text}");
-    // The prologue, the first handshake message, and nothing after them.
-    assert_eq!(rest(&stream).len(), 80);
 }
 
 #[test]
 fn a_rank_does_not_believe_its_own_reflected_messages() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let one = connecting(rank(1, 2, &listener.local_addr().unwrap().to_string()));
-    let (mut stream, _) = listener.accept().unwrap();
     let mut bytes = [0; 80];
-    stream.read_exact(&mut bytes).unwrap();
-    stream.write_all(&bytes).unwrap();
-    let text = reason(one.join().unwrap());
+    let text = met_by(|mut stream| {
+        stream.read_exact(&mut bytes).unwrap();
+        let _ = stream.write_all(&bytes);
+    });
     assert!(text.contains("does not speak Bonfire's protocol"), "{text}");
 
     // Its own message is no proof, even behind a valid header.
-    let one = connecting(rank(1, 2, &listener.local_addr().unwrap().to_string()));
-    let (mut stream, _) = listener.accept().unwrap();
-    stream.read_exact(&mut bytes).unwrap();
-    let head = [&b"BNFA"[..], &bytes[4..6], &[0, 0]].concat();
-    stream.write_all(&[&head, &bytes[32..], &[0; 8]].concat()).unwrap();
-    let text = reason(one.join().unwrap());
+    let text = met_by(|mut stream| {
+        stream.read_exact(&mut bytes).unwrap();
+        let head = [&b"BNFA"[..], &bytes[4..6], &[0, 0]].concat();
+        let _ = stream.write_all(&[&head, &bytes[32..], &[0; 8]].concat());
+    });
     assert!(text.contains("another secret"), "{text}");
 
     // Rank 0's own message is no proof to rank 0.
@@ -304,50 +346,4 @@ fn garbage_and_stalled_connections_are_rejected() {
             open_streams.push(stream);
         }
     });
-}
-
-#[test]
-fn a_flood_of_connections_keeps_no_rank_out() {
-    let prologue = wire::prologue(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
-    let mut open_streams = Vec::new();
-    beside(|address| {
-        // Several times the capacity of the accept queue. All stay silent, or stop after the prologue.
-        for number in 0..400 {
-            let mut stream = dial(address);
-            if number % 2 == 0 {
-                let _ = stream.write_all(&prologue);
-            }
-            open_streams.push(stream);
-        }
-    });
-    // Those that waited longest had to be closed.
-    open_streams.truncate(100);
-    for stream in open_streams {
-        rest(&stream);
-    }
-}
-
-#[test]
-#[expect(clippy::disallowed_methods, reason = "the strangers of this test dial like any program")]
-fn a_steady_flood_of_connections_keeps_no_rank_out() {
-    let address = free_address();
-    let ranks: Vec<_> = (0..4).map(|r| connecting(rank(r, 4, &address))).collect();
-    let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let floods: Vec<_> = (0..2)
-        .map(|_| {
-            let (address, over) = (address.clone(), over.clone());
-            thread::spawn(move || {
-                let mut open_streams = std::collections::VecDeque::new();
-                while !over.load(std::sync::atomic::Ordering::Relaxed) {
-                    open_streams.extend(TcpStream::connect(&address));
-                    if open_streams.len() > 150 {
-                        open_streams.pop_front();
-                    }
-                }
-            })
-        })
-        .collect();
-    assert_all_connect(ranks);
-    over.store(true, std::sync::atomic::Ordering::Relaxed);
-    floods.into_iter().for_each(|flood| flood.join().unwrap());
 }
