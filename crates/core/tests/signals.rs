@@ -81,8 +81,8 @@ fn the_signals_of_a_forked_child_are_not_those_of_the_rank() {
         // SAFETY: the child only waits for a signal, which needs no lock.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: as above.
             loop {
+                // SAFETY: it waits, and changes nothing.
                 unsafe { libc::pause() };
             }
         }

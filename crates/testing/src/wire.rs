@@ -1,7 +1,11 @@
 //! The first bytes of connections, for tests that act as a rank or a stranger.
 
 /// The protocol version.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
+
+/// Where a prologue says the byte order of its rank's data, and what it says for that of this processor.
+pub const BYTE_ORDER: usize = 30;
+const OWN_ORDER: u8 = if cfg!(target_endian = "little") { 1 } else { 2 };
 
 /// The purpose of a connection, as encoded in its prologue.
 pub const RENDEZVOUS: u8 = 1;
@@ -20,7 +24,7 @@ pub fn prologue(version: u16, secret: bool, purpose: u8, [from, to, world_size]:
     bytes.extend([u8::from(secret), purpose]);
     bytes.extend(session.to_le_bytes());
     [from, to, world_size].iter().for_each(|number| bytes.extend(number.to_le_bytes()));
-    bytes.extend([0, 1, 0, 0]);
+    bytes.extend([0, 1, OWN_ORDER, 0]);
     bytes
 }
 

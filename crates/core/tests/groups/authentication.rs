@@ -230,6 +230,21 @@ fn different_protocol_versions_are_reported_on_both_sides() {
 }
 
 #[test]
+fn another_byte_order_is_reported_on_both_sides() {
+    let address = free_address();
+    let zero = connecting(rank(0, 2, &address).rendezvous_timeout(SOON));
+    let mut stream = dial(&address);
+    let mut prologue = wire::prologue(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 2], 0);
+    prologue[wire::BYTE_ORDER] ^= 3;
+    stream.write_all(&prologue).unwrap();
+    // The number of this refusal: the other rank gives the same reason.
+    assert_eq!(rest(&stream), [&b"BNFA"[..], &wire::VERSION.to_le_bytes()[..], &[5, 0]].concat());
+    let text = reason(zero.join().unwrap());
+    assert!(text.contains("its processor has another byte order than this rank's"), "{text}");
+    assert!(text.contains("rank 1 did not come"), "{text}");
+}
+
+#[test]
 fn a_replayed_rank_gets_no_information() {
     let recordings = recorded();
     // At least one connection of the rendezvous and one for data.
