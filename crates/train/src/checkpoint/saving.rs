@@ -38,9 +38,9 @@ pub(super) fn open(lane: &Group, folder: &Path) -> Result<Option<Arc<Claim>>, Er
         let file = path.join(file_name(lane.rank()));
         std::fs::write(&file, []).and_then(|()| std::fs::remove_file(&file)).map_err(failed)
     });
-    let opened = lane.all_gather_results(tried).and_then(|_| {
-        lane.all_gather_results(claim.as_ref().map_or(Ok(()), |claim| claim.open()))
-    });
+    let opened = lane
+        .all_gather_results(tried)
+        .and_then(|_| lane.all_gather_results(claim.as_ref().map_or(Ok(()), |claim| claim.open())));
     if leads {
         discard(folder, &trial);
     }
@@ -176,4 +176,3 @@ pub(super) fn panicked(panic: &(dyn Any + Send)) -> Error {
     let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
     Error::broken(SAVING, format!("it panicked: {}", text.unwrap_or("without a message")))
 }
-

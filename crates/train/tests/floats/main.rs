@@ -76,9 +76,8 @@ fn parts_of_three_ranks_are_loaded_as_wholes_by_two() {
         Checkpoints::new(&group, path).unwrap().save(training.snapshot(), None).unwrap();
         training.whole()
     });
-    let loaded = ranks(2, |group| {
-        Checkpoints::read_only(&group, path).unwrap().load(Which::Newest, load).unwrap().unwrap()
-    });
+    let loaded =
+        ranks(2, |group| Checkpoints::read_only(&group, path).unwrap().load(Which::Newest, load).unwrap().unwrap());
     assert!(loaded.iter().all(|loaded| *loaded == saved[0]));
     assert_ne!(saved[0], initial());
 }
