@@ -8,6 +8,7 @@ mod data_parallel;
 pub mod fully_sharded;
 mod mesh;
 mod mismatch;
+mod quantised;
 mod races;
 mod randomness;
 pub mod sharded;
