@@ -291,9 +291,23 @@ impl DataParallel {
     /// names it, and the group remains usable.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry.
+    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry, or if there is a
+    /// [`ShardedOptimizer`](crate::ShardedOptimizer) for it, which does not compress.
     pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
+        if self.replicas.steps.has_others() {
+            let reason = "a `ShardedOptimizer` trains the model, and its gradients do not travel compressed; drop it, \
+                          or leave compression out";
+            return Err(Error::argument("set_compression", reason));
+        }
         self.replicas.steps.set_compression(compression, &self.replicas.parameters.trained())
+    }
+
+    /// Makes gradients travel as they are again, with all their bits. All ranks call it before the next step.
+    ///
+    /// # Errors
+    /// That of the group, if it has failed.
+    pub fn unset_compression(&mut self) -> Result<(), Error> {
+        self.replicas.steps.unset_compression()
     }
 
     /// Sets the most bytes in a bucket. Then the first step measures nothing. All ranks set the same, before the first
@@ -310,7 +324,8 @@ impl DataParallel {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
-        self.replicas.steps.groups().mean(values, samples)
+        let steps = &self.replicas.steps;
+        steps.counted(steps.groups().mean(values, samples), false)
     }
 }
 

@@ -47,6 +47,7 @@ use std::time::Duration;
 use log::warn;
 
 pub use self::bytes::{from_bytes, to_bytes};
+use self::claim::Claim;
 pub use self::contents::{Contents, Item, Kind, LOADING, argument};
 pub use self::folder::SavedSet;
 use self::folder::{best, list, read_manifest};
@@ -59,7 +60,6 @@ use self::saving::{Saving, lower_priority, open, panicked};
 pub use self::scalar::Scalar;
 pub use self::set::{SavedTensor, Set};
 pub use self::state::{Field, Fields, LoadedTensor, NOT_ELEMENTWISE, ReadRange, StateTensor, state_name};
-use self::claim::Claim;
 use crate::agree::{all_or_none, lane};
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
@@ -199,6 +199,18 @@ impl Checkpoints {
     pub fn wait(&mut self) -> Result<(), Error> {
         let Some(thread) = self.in_flight.take() else { return Ok(()) };
         thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
+    }
+
+    /// Fails on all ranks if `check` fails on one, unless the folder was opened to load only: what could not be saved
+    /// is known before the training then.
+    ///
+    /// # Errors
+    /// That of the lowest rank that fails. Otherwise those of [`Group::all_gather`].
+    pub fn check_savable(&self, check: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        match self.access {
+            Access::Load => Ok(()),
+            Access::Save(_) => all_or_none(&self.lane, check()),
+        }
     }
 
     /// Returns the sets in the folder as rank 0 sees them, by number.
