@@ -67,7 +67,9 @@ use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 pub use bonfire_train::checkpoint::{SavedSet, Which};
 
 pub(super) use self::state::{RecordedTensor, encode, split, split_by_id};
-pub(super) use self::training::{OPTIMIZER, check_state, has_states, optimizer_item, read_state, to_save};
+pub(super) use self::training::{
+    OPTIMIZER, check_savable, check_state, has_states, optimizer_item, read_state, to_save,
+};
 
 /// A folder with the checkpoints of a training. Each rank of a group has one.
 ///
@@ -128,6 +130,10 @@ pub trait Load {
     /// Takes over what was read.
     #[doc(hidden)]
     fn replace(self, loaded: Self::Loaded);
+
+    /// Fails if the state of the optimizer could not be saved once it has made a step.
+    #[doc(hidden)]
+    fn check_savable(&self) -> Result<(), Error>;
 }
 
 impl Checkpoints {
@@ -176,10 +182,10 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written,
     /// because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and
-    /// sample, if their models differ, if they do not share the folder, if it was opened to load
-    /// only, if another job has taken it over, which the error names, if a [`Scored`] has another score on some ranks or
-    /// one that is not finite, if burn could not load the optimizer's state, or
-    /// if the optimizer in the state has made no step though batches were trained: a sharded one was left out.
+    /// sample, if their models differ, if they do not share the folder, if it was opened to load only, if another job
+    /// has taken it over, which the error names, if a [`Scored`] has another score on some ranks or one that is not
+    /// finite, if burn could not load the optimizer's state, or if the optimizer in the state has made no step though
+    /// batches were trained: a sharded one was left out.
     /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
     /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
@@ -234,14 +240,16 @@ impl Checkpoints {
     /// On all ranks the same, that of the lowest rank that fails, and nothing is changed: [`Error::InvalidArgument`] if
     /// a file of the set is missing, truncated, damaged or of another save, or if it was saved for a model with other
     /// parameters, with another kind of optimizer or scheduler, or with another type of the user's state; [`Error::Io`]
-    /// if a file cannot be read. The error names the file and what to do. Otherwise the errors of
+    /// if a file cannot be read. The error names the file and what to do. [`Error::InvalidArgument`] also if burn could
+    /// not load the state that the optimizer will have, so that no later set could be saved: parameters of 16 bits with
+    /// Adam, for example. [`read_only`](Self::read_only) leaves that out. Otherwise the errors of
     /// [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
     pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
         self.load_set(Which::Newest, into)
     }
 
-    /// As [`load`](Self::load), of another set: the best one, or that of a number. Returns false if the folder has none,
-    /// or none with a score if the best is wanted.
+    /// As [`load`](Self::load), of another set: the best one, or that of a number. Returns false if the folder has no
+    /// set, or no set with a score if the best is wanted.
     ///
     /// A save numbers its set after the newest one, whichever was loaded. To go on from an older set as the newest,
     /// remove the folders of those after it, or save into another folder.
@@ -250,6 +258,8 @@ impl Checkpoints {
     /// Those of [`load`](Self::load); [`Error::InvalidArgument`] on all ranks if there is no set of this number: it
     /// lists those that there are.
     pub fn load_set<L: Load>(&mut self, which: impl Into<Which>, into: L) -> Result<bool, Error> {
+        self.wait()?;
+        self.0.check_savable(|| into.check_savable())?;
         let Some(loaded) = self.0.load(which.into(), |set| into.read(set))? else { return Ok(false) };
         into.replace(loaded);
         Ok(true)

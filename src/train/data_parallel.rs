@@ -327,8 +327,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
 
     /// Makes gradients travel compressed, and added in f32. All ranks set the same before the next step. See
     /// [`compression`](super::compression) for what it costs; it pays where the network is slower than a pass over the
-    /// gradients, a few GB/s. Tensors on collective devices are compressed on the host. A
-    /// [`ShardedOptimizer`](crate::ShardedOptimizer) does not compress.
+    /// gradients, a few GB/s. Tensors on collective devices are compressed on the host.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Group};
@@ -345,8 +344,14 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// names it, and the group remains usable.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry.
+    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry, or if there is a
+    /// [`ShardedOptimizer`](crate::ShardedOptimizer) for it, which does not compress.
     pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
+        if self.replicas.steps.has_others() {
+            let reason = "a `ShardedOptimizer` trains the model, and its gradients do not travel compressed; drop it, \
+                          or leave compression out";
+            return Err(Error::argument("set_compression", reason));
+        }
         self.replicas.steps.set_compression(compression, &self.replicas.parameters.trained())
     }
 
@@ -355,6 +360,14 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// back to weights that it has kept.
     pub fn forget_compression_errors(&mut self) {
         self.replicas.steps.forget_compression_errors();
+    }
+
+    /// Makes gradients travel as they are again, with all their bits. All ranks call it before the next step.
+    ///
+    /// # Errors
+    /// That of the group, if it has failed.
+    pub fn unset_compression(&mut self) -> Result<(), Error> {
+        self.replicas.steps.unset_compression()
     }
 
     /// Sets the most bytes in a bucket. Then the first step measures nothing. All ranks set the same, before the first
@@ -381,7 +394,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
         self.replicas.unused.end();
-        self.replicas.steps.groups().mean(values, samples)
+        let steps = &self.replicas.steps;
+        steps.counted(steps.groups().mean(values, samples), false)
     }
 
     /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
@@ -393,10 +407,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if trained parameters differ: it names the first one and the ranks.
-    /// Otherwise the errors of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
-    ///
-    /// # Panics
-    /// If a state cannot be read from its device.
+    /// Otherwise the errors of [`Group::all_reduce`], and [`Error::Io`] if a state cannot be read from its device. The
+    /// model is lost then: pass a clone if you need it.
     ///
     /// [`SyncBatchNorm`]: crate::SyncBatchNorm
     #[track_caller]

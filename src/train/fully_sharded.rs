@@ -306,10 +306,8 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// [`DataParallel::average_states`](crate::DataParallel::average_states). It does not compare trained parameters.
     ///
     /// # Errors
-    /// Those of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
-    ///
-    /// # Panics
-    /// If a state cannot be read from its device.
+    /// Those of [`Group::all_reduce`], and [`Error::Io`] if a state cannot be read from its device. The model is lost
+    /// then: pass a clone if you need it.
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         states::average(self.group(), model, |id| self.parameters.position(id).is_none())

@@ -355,6 +355,14 @@ fn receive<I: Backend, const D: usize, K: Kind<I>>(
 ) -> Result<Tensor<I, D, K>, Error> {
     const OPERATION: &str = "broadcast";
     let (device, dtype, shape, primitive) = (tensor.device(), tensor.dtype(), tensor.shape(), tensor.into_primitive());
+    if let DType::QFloat(_) = dtype {
+        // The bytes of a quantised tensor: the ranks have compared its shape and scheme.
+        let mut data = data::<I, K>(OPERATION, primitive)?;
+        let request = Request::new(Operation::Broadcast, bonfire_core::DType::U8).root(root).shape(&shape);
+        group.operate(request, None, &mut data.bytes)?;
+        let dtype = data.dtype;
+        return Ok(Tensor::from_data(data, (&device, dtype)));
+    }
     if K::device_dtype(&primitive).is_some() {
         return broadcast(Tensor::from_primitive(primitive), root, group);
     }

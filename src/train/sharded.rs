@@ -305,6 +305,11 @@ where
     M: AutodiffModule<B>,
     B: AutodiffBackend,
 {
+    if ddp.replicas.steps.is_compressed() {
+        let reason = "the gradients of the `DataParallel` travel compressed, and those of a sharded optimizer do not; \
+                      call `unset_compression` before";
+        return Err(Error::argument(OPERATION, reason));
+    }
     if !optimizer.to_record().is_empty() {
         let reason = "the optimizer has state of whole parameters already; give a new one, and load what a sharded \
                       one saved";

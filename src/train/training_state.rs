@@ -247,21 +247,43 @@ where
 /// The record of an optimizer that has no states: an empty map.
 const NO_STATES: [u8; 1] = [0x80];
 
-/// Whether the optimizer keeps a state for a parameter that it updates: it is tried on the smallest one.
-fn keeps_states<B, M, O>(mut optimizer: O, model: M) -> Result<bool, Error>
+/// Whether the optimizer keeps a state for a parameter that it updates.
+fn keeps_states<B, M, O>(optimizer: O, model: M) -> Result<bool, Error>
 where
     B: AutodiffBackend,
     M: AutodiffModule<B>,
     O: Optimizer<M, B>,
 {
-    let parameters = Parameters::<B>::of(&model).1;
+    let tried = tried(optimizer, &model, |_| true)?;
+    Ok(tried.is_some_and(|(record, _)| record != NO_STATES))
+}
+
+/// The record of an optimizer that was tried, and the parameter that it has updated.
+pub(super) type Tried<B> = (Vec<u8>, Parameter<B>);
+
+/// Tries an optimizer on the smallest trained parameter of a kind: returns its record then, and the parameter. `None`
+/// if there is none.
+pub(super) fn tried<B, M, O>(
+    mut optimizer: O,
+    model: &M,
+    of_kind: impl Fn(&Parameter<B>) -> bool,
+) -> Result<Option<Tried<B>>, Error>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+{
+    let parameters = Parameters::<B>::of(model).1;
     let elements = |position: &usize| parameters[*position].shape.num_elements();
-    let trained = (0..parameters.len()).filter(|position| parameters[*position].trained && elements(position) > 0);
-    let Some(position) = trained.min_by_key(elements) else { return Ok(false) };
+    let counts = |position: &usize| {
+        let parameter = &parameters[*position];
+        parameter.trained && elements(position) > 0 && of_kind(parameter)
+    };
+    let Some(position) = (0..parameters.len()).filter(counts).min_by_key(elements) else { return Ok(None) };
     let Parameter { shape, device, dtype, .. } = &parameters[position];
     let gradient = B::InnerBackend::float_zeros(shape.clone(), device, (*dtype).into());
-    optimizer.step(0.0, model, parameters.gradients([(position, gradient)]));
-    Ok(record_compact::<B, _>(optimizer.to_record())? != NO_STATES)
+    optimizer.step(0.0, model.clone(), parameters.gradients([(position, gradient)]));
+    Ok(Some((record_compact::<B, _>(optimizer.to_record())?, parameters[position].clone())))
 }
 
 /// What [`Rest::record`] contains: optimizer, scheduler, the user's state, epoch and samples.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use burn::module::AutodiffModule;
+use burn::module::{AutodiffModule, ParamId};
 use burn::optim::Optimizer;
 use burn::record::{DoublePrecisionSettings, Record, Recorder};
 use burn::tensor::backend::AutodiffBackend;
@@ -84,37 +84,64 @@ impl<B: AutodiffBackend> DataParallel<B> {
 }
 
 /// Returns the digests of the optimizer's state: for each parameter, and of the state that is for none of them.
-///
-/// burn's optimizers record a map from ids to states. Ids differ between ranks, and so does the order of the map.
 fn state_digests<B, M, O>(optimizer: &O, parameters: &[Parameter<B>]) -> Result<Vec<u64>, Error>
 where
     B: AutodiffBackend,
     M: AutodiffModule<B>,
     O: Optimizer<M, B>,
 {
-    const OPERATION: &str = "recording an optimizer's state";
     let item = optimizer.to_record().into_item::<DoublePrecisionSettings>();
-    let bytes = Recorder::<B>::save_item(&Records::default(), item, ()).map_err(|e| Error::io(OPERATION, e))?;
-    let record = read_value_ref(&mut &bytes[..]).map_err(|e| Error::io(OPERATION, e))?;
-    let digest_of = |value: &ValueRef<'_>| {
-        let mut bytes = Vec::new();
-        write_value_ref(&mut bytes, value).map_err(|e| Error::io(OPERATION, e))?;
-        Ok::<_, Error>(digest(&bytes))
-    };
-    let mut digests = vec![NOTHING; parameters.len() + 1];
-    let ValueRef::Map(entries) = record else {
-        digests[parameters.len()] = digest_of(&record)?;
-        return Ok(digests);
-    };
+    let bytes = Recorder::<B>::save_item(&Records::default(), item, ()).map_err(|e| Error::io(RECORDING, e))?;
+    let record = read_value_ref(&mut &bytes[..]).map_err(|e| Error::io(RECORDING, e))?;
     let places = parameters.iter().zip(0..).map(|(parameter, place)| (parameter.id.serialize(), place));
-    let places: HashMap<String, usize> = places.collect();
-    for (key, value) in &entries {
-        let place = match key {
-            ValueRef::String(text) => text.as_str().and_then(|id| places.get(id)),
-            _ => None,
-        };
-        let digest = &mut digests[place.copied().unwrap_or(parameters.len())];
-        *digest = digest.wrapping_add(digest_of(value)?);
-    }
-    Ok(digests)
+    let mut digests = StateDigests { places: places.collect(), digests: vec![NOTHING; parameters.len() + 1] };
+    digests.add(&record, "", parameters.len())?;
+    Ok(digests.digests)
 }
+
+const RECORDING: &str = "recording an optimizer's state";
+
+/// The digests of what a record has for each parameter, and last of all else.
+///
+/// burn's optimizers record maps from ids to states, and an optimizer of several has several maps in any form. Ids
+/// differ between ranks, and so does the order of a map. So each value counts by itself, under the names that lead to
+/// it without ids, and for the parameter whose id is among them.
+struct StateDigests {
+    places: HashMap<String, usize>,
+    digests: Vec<u64>,
+}
+
+impl StateDigests {
+    fn add(&mut self, value: &ValueRef<'_>, path: &str, place: usize) -> Result<(), Error> {
+        match value {
+            ValueRef::Map(entries) if !entries.is_empty() => entries.iter().try_for_each(|(key, value)| {
+                let name = if let ValueRef::String(text) = key { text.as_str() } else { None };
+                match name.map(|name| (self.places.get(name), name)) {
+                    Some((Some(place), _)) => self.add(value, path, *place),
+                    Some((None, name)) if is_id(name) => self.add(value, path, place),
+                    _ => self.add(value, &format!("{path}/{key}"), place),
+                }
+            }),
+            ValueRef::Array(items)
+                if items.iter().any(|item| matches!(item, ValueRef::Map(_) | ValueRef::Array(_))) =>
+            {
+                let items = items.iter().enumerate();
+                items.into_iter().try_for_each(|(i, item)| self.add(item, &format!("{path}/{i}"), place))
+            }
+            leaf => {
+                let mut bytes = path.as_bytes().to_vec();
+                write_value_ref(&mut bytes, leaf).map_err(|e| Error::io(RECORDING, e))?;
+                self.digests[place] = self.digests[place].wrapping_add(digest(&bytes));
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Whether this may be the id of a parameter that the model does not have. burn writes them so.
+fn is_id(name: &str) -> bool {
+    name.len() == ID && ParamId::try_deserialize(name).is_some()
+}
+
+/// The length of an id: eight bytes in base 32.
+const ID: usize = 13;

@@ -16,6 +16,7 @@ use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{Adam, GradientsParams, Muon, Sgd, SimpleOptimizer};
 use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, Record, Recorder};
 use burn::tensor::backend::{AutodiffBackend, Backend, BackendTypes};
+use burn::tensor::quantization::{QuantLevel, QuantParam, QuantScheme, QuantValue};
 use burn::tensor::{DType, Float, Int, Shape, TensorData};
 
 pub type Training = Autodiff<Flex>;
@@ -121,6 +122,20 @@ impl Described for TensorData {
     fn shape(&self) -> &Shape {
         &self.shape
     }
+}
+
+fn scheme() -> QuantScheme {
+    QuantScheme::default().with_value(QuantValue::Q8S).with_level(QuantLevel::Tensor).with_param(QuantParam::F32)
+}
+
+/// Returns a tensor of eight bits for each element. burn 0.21 quantises, and computes with what is quantised, without
+/// autodiff only.
+pub fn quantised<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
+    Tensor::from_inner(tensor.inner().quantize_dynamic(&scheme()))
+}
+
+pub fn dequantised<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
+    Tensor::from_inner(tensor.inner().dequantize())
 }
 
 /// Looks words up so that a block frees its table.

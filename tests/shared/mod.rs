@@ -9,6 +9,7 @@ pub mod fully_sharded;
 mod mesh;
 mod mismatch;
 mod programs;
+mod quantised;
 mod races;
 mod randomness;
 pub mod sharded;

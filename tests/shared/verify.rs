@@ -2,7 +2,8 @@
 
 use bonfire::launch::{self, Failed};
 use bonfire::{Error, Group, Sharding};
-use bonfire_testing::ranks;
+use bonfire_testing::process::{Process, is_child};
+use bonfire_testing::{allocation, ranks};
 use burn::module::{Param, RunningState, list_param_ids};
 use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 
@@ -218,6 +219,33 @@ fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
         // Rank 0 alone keeps its state.
         let mut new = if rank == 0 { optimizer } else { sharded(&ddp) };
         refused(&mut new, &mut model, 0.25, "rank 0 has made 3 steps and rank 1 0");
+    });
+}
+
+/// Most of a model may be frozen, as where adapters are trained.
+#[test]
+fn averaging_states_does_not_copy_what_is_the_same_on_all_ranks() {
+    const NAME: &str = "shared::verify::averaging_states_does_not_copy_what_is_the_same_on_all_ranks";
+    const FROZEN: usize = 1 << 20;
+    if !is_child() {
+        assert!(Process::start(NAME, &[]).end().success());
+        return;
+    }
+    ranks(2, |group| {
+        let frozen = Param::from_tensor(Tensor::ones([FROZEN], &device())).set_require_grad(false);
+        let (model, ddp) = DataParallel::new(group.clone(), Net { frozen, ..model(&group) }).unwrap();
+        model.state.update(Tensor::full([2], group.rank() as f64, &device()));
+        group.barrier().unwrap();
+        allocation::most_in_use();
+        let before = allocation::in_use();
+        group.barrier().unwrap();
+        let model = ddp.average_states(model).unwrap();
+        group.barrier().unwrap();
+        let most = allocation::most_in_use().saturating_sub(before);
+        // One copy on each rank is what reading it from a device takes. In f64 it would be eight.
+        assert!(most < 3 * 4 * FROZEN, "{most} bytes");
+        assert_eq!(values(model.state.value().inner()), [0.5, 0.5]);
+        group.barrier().unwrap();
     });
 }
 

@@ -291,8 +291,14 @@ impl DataParallel {
     /// names it, and the group remains usable.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry.
+    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry, or if there is a
+    /// [`ShardedOptimizer`](crate::ShardedOptimizer) for it, which does not compress.
     pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
+        if self.replicas.steps.has_others() {
+            let reason = "a `ShardedOptimizer` trains the model, and its gradients do not travel compressed; drop it, \
+                          or leave compression out";
+            return Err(Error::argument("set_compression", reason));
+        }
         self.replicas.steps.set_compression(compression, &self.replicas.parameters.trained())
     }
 
@@ -301,6 +307,14 @@ impl DataParallel {
     /// back to weights that it has kept.
     pub fn forget_compression_errors(&mut self) {
         self.replicas.steps.forget_compression_errors();
+    }
+
+    /// Makes gradients travel as they are again, with all their bits. All ranks call it before the next step.
+    ///
+    /// # Errors
+    /// That of the group, if it has failed.
+    pub fn unset_compression(&mut self) -> Result<(), Error> {
+        self.replicas.steps.unset_compression()
     }
 
     /// Sets the most bytes in a bucket. Then the first step measures nothing. All ranks set the same, before the first
@@ -318,7 +332,8 @@ impl DataParallel {
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
         self.replicas.unused.end();
-        self.replicas.steps.groups().mean(values, samples)
+        let steps = &self.replicas.steps;
+        steps.counted(steps.groups().mean(values, samples), false)
     }
 }
 

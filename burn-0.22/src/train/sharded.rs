@@ -265,6 +265,11 @@ fn flat(tensor: DispatchTensor) -> Tensor<1> {
 }
 
 fn check_optimizer(ddp: &DataParallel, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+    if ddp.replicas.steps.is_compressed() {
+        let reason = "the gradients of the `DataParallel` travel compressed, and those of a sharded optimizer do not; \
+                      call `unset_compression` before";
+        return Err(Error::argument(OPERATION, reason));
+    }
     if !optimizer.to_record().is_empty() {
         let reason = "the optimizer has state of whole parameters already; give a new one";
         return Err(Error::argument(OPERATION, reason));

@@ -10,8 +10,8 @@ use super::data_parallel::DataParallel;
 use super::model::Parameters;
 use super::walk::{FloatParameter, map_floats, visit_floats};
 use bonfire_core::internal::AgreedOperations;
-use bonfire_core::{Error, Group};
-use bonfire_train::agree::means_where_different;
+use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_train::agree::different;
 use bonfire_train::parameters::{Digested, NOTHING, compare, digest};
 use bonfire_train::protocol::Problem;
 
@@ -107,34 +107,40 @@ pub(super) fn average<M: Module>(group: &Group, model: M, is_whole: impl Fn(Para
     let is_state = |parameter: &FloatParameter| !parameter.trained && is_whole(parameter.id);
     let data = |value: DispatchTensor| {
         let data = Tensor::<1>::from_dispatch(Dispatch::inner(value)).try_into_data();
-        data.map_err(|error| Error::io("reading a state", error))
+        data.map_err(|error| group.abandon(Error::io("reading a state", error)))
     };
-    // By state, in visiting order. f64 represents all float types exactly, so the comparison is exact, and the mean is
-    // exact up to rounding.
-    let (mut lens, mut values, mut failure) = (Vec::new(), Vec::new(), None);
+    // By state, in visiting order. Most are frozen weights, which are the same on all ranks.
+    let mut digests = Vec::new();
     visit_floats(&model, |parameter| {
         if is_state(&parameter) {
-            match data(parameter.value) {
-                Ok(data) => {
-                    lens.push(data.num_elements());
-                    values.extend(data.iter::<f64>());
-                }
-                Err(error) => drop(failure.get_or_insert(error)),
+            digests.push(data(parameter.value).map(|data| digest(data.as_bytes())));
+        }
+    });
+    let digests = digests.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let mut differs = different(group, &digests)?.into_iter();
+    let mut failure = None;
+    let model = map_floats(model, |parameter| {
+        if !is_state(&parameter) || !differs.next()? || failure.is_some() {
+            return None;
+        }
+        let (dtype, device) = (parameter.value.dtype(), Dispatch::inner(parameter.value.clone()).device());
+        let shape = parameter.value.shape();
+        // f64 represents all float types exactly, so the mean is exact up to rounding.
+        let mean = data(parameter.value).and_then(|data| {
+            let mut values: Vec<f64> = data.iter().collect();
+            group.all_reduce(&mut values, ReduceOp::Mean)?;
+            Ok(values)
+        });
+        match mean {
+            Ok(mean) => {
+                let data = TensorData::new(mean, shape).convert_dtype(dtype);
+                Some(Dispatch::float_from_data(data, &device))
+            }
+            Err(error) => {
+                failure = Some(error);
+                None
             }
         }
     });
-    if let Some(error) = failure {
-        return Err(group.abandon(error));
-    }
-
-    let mut means = means_where_different(group, &lens, values)?.into_iter();
-    Ok(map_floats(model, |parameter| {
-        if !is_state(&parameter) {
-            return None;
-        }
-        let mean = means.next()??;
-        let (dtype, device) = (parameter.value.dtype(), Dispatch::inner(parameter.value.clone()).device());
-        let data = TensorData::new(mean, parameter.value.shape()).convert_dtype(dtype);
-        Some(Dispatch::float_from_data(data, &device))
-    }))
+    failure.map_or(Ok(model), Err)
 }

@@ -16,6 +16,7 @@ use bonfire::{Error, Sharding};
 use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
+use burn::tensor::quantization::{QuantScheme, QuantValue};
 use burn::tensor::{Bytes, Int, TensorData};
 
 /// A tensor without autodiff, which its device says.
@@ -61,6 +62,18 @@ pub fn device() -> Device {
 
 pub fn inner_device() -> Device {
     Device::flex()
+}
+
+fn scheme() -> QuantScheme {
+    QuantScheme::default().with_value(QuantValue::Q8S)
+}
+
+pub fn quantised<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
+    tensor.quantize_dynamic(&scheme())
+}
+
+pub fn dequantised<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
+    tensor.dequantize()
 }
 
 pub fn embed(table: &Embedding, words: Tensor<2, Int>) -> Tensor<3> {

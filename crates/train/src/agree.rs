@@ -2,13 +2,11 @@
 
 mod seeded;
 
-use std::ops::Range;
-
 use serde::{Deserialize, Serialize};
 
 pub use self::seeded::seeded;
 use bonfire_core::internal::{AgreedOperations, process_number};
-use bonfire_core::{Element, Error, Group, ReduceOp};
+use bonfire_core::{Element, Error, Group};
 
 /// Makes a group of the same ranks, for communication that takes place beside that of `group`. All ranks must call it.
 ///
@@ -85,30 +83,14 @@ pub fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     postcard::from_bytes(&bytes).map_err(broken)
 }
 
-/// Averages states that the ranks have in common: one after the other in `values`, of these lengths. Returns for each
-/// the mean over all ranks, or `None` if it is bit-identical on all.
+/// Returns which of the things with these digests are not the same on all ranks.
 ///
 /// # Errors
-/// Those of [`Group::all_reduce`].
+/// Those of [`Group::all_gather`].
 #[track_caller]
-pub fn means_where_different(
-    group: &Group,
-    lens: &[usize],
-    mut values: Vec<f64>,
-) -> Result<Vec<Option<Vec<f64>>>, Error> {
-    let mut first = values.clone();
-    group.broadcast(&mut first, 0)?;
-    let mut start = 0;
-    let ranges = lens.iter().map(|len| {
-        start += len;
-        start - len..start
-    });
-    let ranges: Vec<_> = ranges.collect();
-    let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    let differs = |range: &Range<usize>| bits(&values[range.clone()]) != bits(&first[range.clone()]);
-    let mut differ: Vec<u8> = ranges.iter().map(|range| u8::from(differs(range))).collect();
-    group.all_reduce(&mut differ, ReduceOp::Max)?;
-    group.all_reduce(&mut values, ReduceOp::Mean)?;
-    let means = ranges.into_iter().zip(differ);
-    Ok(means.map(|(range, differs)| (differs == 1).then(|| values[range].to_vec())).collect())
+pub fn different(group: &Group, digests: &[u64]) -> Result<Vec<bool>, Error> {
+    let mut all = digests.repeat(group.world_size());
+    group.all_gather_into(digests, &mut all)?;
+    let differs = |place: usize| all[place..].iter().step_by(digests.len()).any(|digest| *digest != all[place]);
+    Ok((0..digests.len()).map(differs).collect())
 }

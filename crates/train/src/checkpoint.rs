@@ -202,6 +202,18 @@ impl Checkpoints {
         thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
     }
 
+    /// Fails on all ranks if `check` fails on one, unless the folder was opened to load only: what could not be saved
+    /// is known before the training then.
+    ///
+    /// # Errors
+    /// That of the lowest rank that fails. Otherwise those of [`Group::all_gather`].
+    pub fn check_savable(&self, check: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        match self.access {
+            Access::Load => Ok(()),
+            Access::Save(_) => all_or_none(&self.lane, check()),
+        }
+    }
+
     /// Returns the sets in the folder as rank 0 sees them, by number.
     ///
     /// # Errors

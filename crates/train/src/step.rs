@@ -146,6 +146,24 @@ impl Steps {
         self.state().steps
     }
 
+    /// Logs where in the training this rank is if an error shows that the ranks' calls differ. Each rank's log has it,
+    /// so a rank that has left out a step shows. `in_step` says that the error is that of a step.
+    pub fn counted<T>(&self, result: Result<T, Error>, in_step: bool) -> Result<T, Error> {
+        result.inspect_err(|error| {
+            if let Error::Mismatch { .. } | Error::Left { .. } | Error::Timeout { .. } = error {
+                let (rank, steps) = (self.groups().main.rank(), self.count());
+                let place = match in_step {
+                    true => format!("was in training step {}", steps + 1),
+                    false => format!("had made {steps} training steps"),
+                };
+                log::warn!(
+                    "rank {rank} {place}; if other ranks were elsewhere, one has left out a step: without samples call \
+                     `skip`, or `run` without batches"
+                );
+            }
+        })
+    }
+
     /// Counts steps anew, after all ranks have taken over a state. The next two steps compare the models.
     pub fn restart(&self) {
         let mut state = self.state();
@@ -175,9 +193,30 @@ impl Steps {
             let reason = format!("`{path}` has elements of f64; train it in f32 or without compression");
             return Err(Error::argument("set_compression", reason));
         }
-        let compressor = Compressor::new(Arc::new(compression), self.groups().main.rank())?;
+        self.set_compressor(Some(Compressor::new(Arc::new(compression), self.groups().main.rank())?))
+    }
+
+    /// Makes gradients travel as they are.
+    ///
+    /// # Errors
+    /// Those of making a lane.
+    pub fn unset_compression(&self) -> Result<(), Error> {
+        self.set_compressor(None)
+    }
+
+    /// Whether gradients travel compressed.
+    pub fn is_compressed(&self) -> bool {
+        self.state().settings.compressor.is_some()
+    }
+
+    /// Whether other steps are [`beside`](Self::beside) these.
+    pub fn has_others(&self) -> bool {
+        Arc::strong_count(&self.state().keeper) > 1
+    }
+
+    fn set_compressor(&self, compressor: Option<Compressor>) -> Result<(), Error> {
         let mut state = self.state();
-        state.settings.compressor = Some(compressor);
+        state.settings.compressor = compressor;
         let State { settings, blocking, overlapped, .. } = &mut *state;
         for channel in [blocking, overlapped].into_iter().flatten() {
             let groups = [channel.shards.group().clone(), channel.replicas.group().clone()];
@@ -220,6 +259,7 @@ impl Steps {
 
     /// Ends a step on this rank.
     fn ended(&self, ended: Result<Decided<Outcome>, Error>, operation: &str) -> Result<Outcome, Error> {
+        let ended = self.counted(ended, true);
         let mut state = self.state();
         let ended = ended.and_then(|decided| decided.map_err(|refusal| refusal.error(operation, self.parameters())));
         match &ended {

@@ -2,13 +2,13 @@
 
 use burn::module::{Module, Param, Parameter};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bytes, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Tensor, TensorData};
 
 use super::{OwnParts, loaded, read, stored};
-use crate::tensor::host::Kind;
+use crate::tensor::host::{Kind, data};
 use crate::train::walk::{Map, Place, Visit, map, visit};
 use bonfire_core::Error;
-use bonfire_train::checkpoint::{Collect, ModelReader, Set};
+use bonfire_train::checkpoint::{Collect, LOADING, ModelReader, Set};
 
 /// Returns what adds all tensors of a model, under names that begin with `item/`. Holds the tensors, not copies of
 /// their elements. Those with an own part must have its shape.
@@ -29,6 +29,14 @@ impl<B: Backend> Visit<B> for Collector<'_> {
     {
         let (name, tensor) = (format!("{}/{}", self.item, place.path()), param.val());
         let part = self.own.get(&param.id).cloned();
+        if let DType::QFloat(scheme) = tensor.dtype() {
+            self.list.push(Box::new(move |parts| {
+                let data = data::<B, K>("reading a tensor to save it", tensor.into_primitive())?;
+                let (bytes, scheme) = (data.bytes, format!("{scheme:?}"));
+                parts.add_quantised(name, scheme, bytes.len(), move |range, sink| sink(&bytes[range]))
+            }));
+            return;
+        }
         self.list.push(Box::new(move |parts| {
             let (dtype, shape) = (stored(&name, tensor.dtype())?, tensor.shape());
             parts.add_parameter(name, dtype, shape.as_slice(), part, move |range, sink| {
@@ -67,11 +75,18 @@ impl<B: Backend> Map<B> for Loader<'_> {
         }
         let (id, mut value, mapper) = param.consume();
         let path = place.path();
-        let data = stored(&path, value.dtype()).and_then(|dtype| {
-            let bytes = self.reader.read(&path, dtype, value.shape().as_slice(), self.own.get(&id))?;
-            let dtype = loaded(dtype).unwrap_or(value.dtype());
-            Ok(TensorData { bytes: Bytes::from_bytes_vec(bytes), shape: value.shape(), dtype })
-        });
+        let data = if let DType::QFloat(scheme) = value.dtype() {
+            data::<B, K>(LOADING, value.clone().into_primitive()).and_then(|own| {
+                let bytes = self.reader.read_quantised(&path, &format!("{scheme:?}"), own.bytes.len())?;
+                Ok(TensorData { bytes: Bytes::from_bytes_vec(bytes), ..own })
+            })
+        } else {
+            stored(&path, value.dtype()).and_then(|dtype| {
+                let bytes = self.reader.read(&path, dtype, value.shape().as_slice(), self.own.get(&id))?;
+                let dtype = loaded(dtype).unwrap_or(value.dtype());
+                Ok(TensorData { bytes: Bytes::from_bytes_vec(bytes), shape: value.shape(), dtype })
+            })
+        };
         match data {
             Ok(data) => value = Tensor::from_data(data, (&value.device(), value.dtype())),
             Err(error) => self.failure = Some(error),

@@ -15,7 +15,7 @@ use super::state::{RecordedTensor, as_number, encode, join, numbers, of_number, 
 use super::{Load, OwnParts, Save, module};
 use crate::train::model::{Parameter, Parameters, rebuild, restore};
 use crate::train::record::{load, load_compact, record_compact};
-use crate::train::training_state::{AnyState, LateRecord, Of, TrainingState};
+use crate::train::training_state::{AnyState, LateRecord, Of, TrainingState, tried};
 use bonfire_core::Error;
 use bonfire_train::checkpoint::{
     Collect, Contents, Field, Fields, Item, Kind, OwnPart, Parts, SAVING, Scalar, Set, Sink, Snapshot, StateTensor,
@@ -66,6 +66,10 @@ impl<T: AnyState> Load for &mut T {
 
     fn replace(self, loaded: Self::Loaded) {
         *self.state_mut() = loaded;
+    }
+
+    fn check_savable(&self) -> Result<(), Error> {
+        check_savable(self.state().optimizer.clone(), &self.state().model)
     }
 }
 
@@ -269,6 +273,22 @@ pub(in crate::train) fn check_state<B: AutodiffBackend>(
     Err(Error::argument(SAVING, reason))
 }
 
+/// Fails if burn could not load the state of an optimizer for a parameter of another float type than the backend's.
+pub(in crate::train) fn check_savable<B, M, O>(optimizer: O, model: &M) -> Result<(), Error>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+{
+    let own = <B as BackendTypes>::FloatElem::dtype();
+    let Some((record, parameter)) = tried(optimizer, model, |parameter| parameter.dtype != own)? else { return Ok(()) };
+    let broken = |reason| Error::broken(SAVING, format!("the optimizer's state: {reason}"));
+    // The states of other optimizers are saved as a whole.
+    let states = split_by_id(&record).map_err(broken)?.unwrap_or_default();
+    let of_parameter = states.iter().find(|(id, _)| *id == parameter.id.serialize());
+    of_parameter.map_or(Ok(()), |(_, fields)| check_state(&parameter, fields))
+}
+
 /// Returns the fields of a state as they are saved.
 pub(in crate::train) fn to_save(record: &Arc<Vec<u8>>, fields: Fields<RecordedTensor>) -> Fields<StateTensor> {
     let field = |field| match field {
@@ -378,6 +398,7 @@ mod tests {
     use burn::tensor::Tensor;
 
     use super::*;
+    use crate::train::checkpoint::Which;
 
     type B = Autodiff<Flex>;
 
@@ -398,9 +419,9 @@ mod tests {
 
         let folder = tempfile::tempdir().unwrap();
         let mut checkpoints = Checkpoints::new(&Group::threads(1).unwrap()[0], folder.path()).unwrap();
-        checkpoints.save(snapshot).unwrap();
+        checkpoints.save(snapshot, None).unwrap();
         let mut loaded = new(state.model.clone());
-        let read = checkpoints.load(|set| Load::read(&&mut loaded, set)).unwrap();
+        let read = checkpoints.load(Which::Newest, |set| Load::read(&&mut loaded, set)).unwrap();
         loaded = read.expect("a set");
         assert_eq!(loaded.save().unwrap(), then);
     }

@@ -7,7 +7,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::FullyShardedParallel;
-use crate::train::checkpoint::{Load, OwnParts, Save};
+use crate::train::checkpoint::{Load, OwnParts, Save, check_savable};
 use crate::train::training_state::{AnyState, Of};
 use bonfire_core::Error;
 use bonfire_train::checkpoint::{LOADING, OwnPart, SAVING, Set, Snapshot};
@@ -48,5 +48,9 @@ impl<T: AnyState> Load for (&mut T, &FullyShardedParallel<T::Backend>) {
 
     fn replace(self, loaded: Self::Loaded) {
         *self.0.state_mut() = loaded;
+    }
+
+    fn check_savable(&self) -> Result<(), Error> {
+        check_savable(self.0.state().optimizer.clone(), &self.0.state().model)
     }
 }

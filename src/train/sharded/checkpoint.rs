@@ -12,8 +12,8 @@ use burn::tensor::backend::AutodiffBackend;
 
 use super::{Sharded, ShardedOptimizer};
 use crate::train::checkpoint::{
-    Load, OPTIMIZER, OwnParts, RecordedTensor, Save, check_state, encode, has_states, optimizer_item, read_state,
-    split, split_by_id, to_save,
+    Load, OPTIMIZER, OwnParts, RecordedTensor, Save, check_savable, check_state, encode, has_states, optimizer_item,
+    read_state, split, split_by_id, to_save,
 };
 use crate::train::record::{load_compact, record_compact};
 use crate::train::training_state::{AnyState, Of};
@@ -123,6 +123,10 @@ where
         *state.state_mut() = loaded;
         optimizer.states = states;
         optimizer.replicas.steps.restart();
+    }
+
+    fn check_savable(&self) -> Result<(), Error> {
+        check_savable(self.1.optimizer.clone(), &self.0.state().model)
     }
 }
 

@@ -1,6 +1,9 @@
 //! What is refused, and ranks that leave.
 
+use bonfire::train::compression::Int8;
+
 use super::*;
+use crate::model_data::gradient_data;
 
 #[test]
 fn unsupported_blocks_and_optimizers_are_rejected() {
@@ -24,6 +27,34 @@ fn unsupported_blocks_and_optimizers_are_rejected() {
         assert!(used.to_string().contains("has state of whole parameters already"), "{used}");
         // None of these calls has sent anything on some ranks only.
         group.barrier().unwrap();
+    });
+}
+
+/// A sharded optimizer does not compress, so a setting of it would be ignored.
+#[test]
+fn compression_and_a_sharded_optimizer_exclude_each_other() {
+    ranks(2, |group| {
+        let (model, mut ddp) = DataParallel::new(group, Odd::new(DType::F32)).unwrap();
+        let sharded = |ddp: &DataParallel| -> Result<ShardedAdam<Odd>, Error> {
+            ShardedOptimizer::new(ddp, AdamConfig::new().init(), Sharding::All)
+        };
+        ddp.set_compression(Int8).unwrap();
+        let error = sharded(&ddp).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("call `unset_compression` before"), "{error}");
+        // Afterwards gradients have all their bits.
+        let odd = || gradients(&model, |_, i| Some(1.0 + i as f64 / 1024.0));
+        let found = |ddp: &DataParallel| gradient_data(&model, &ddp.sync(&model, odd(), 1).unwrap());
+        let own = gradient_data(&model, &odd());
+        assert_ne!(found(&ddp), own);
+        ddp.unset_compression().unwrap();
+        assert_eq!(found(&ddp), own);
+        let optimizer = sharded(&ddp).unwrap();
+        let error = ddp.set_compression(Int8).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("a `ShardedOptimizer` trains the model"), "{error}");
+        drop(optimizer);
+        ddp.set_compression(Int8).unwrap();
     });
 }
 

@@ -1,8 +1,11 @@
 //! Steps that go wrong: typed errors on all ranks, and no rank that waits for another inside its backward pass.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, mpsc};
 
 use bonfire::{Error, SyncBatchNormConfig};
+use bonfire_testing::logged;
+use bonfire_testing::process::{Process, is_child};
 
 use super::models::BUCKET;
 use super::*;
@@ -50,6 +53,48 @@ pub fn errors(
 pub fn check_errors(errors: &[Error], text: &str) {
     for error in errors {
         assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+#[test]
+fn a_panic_that_the_program_catches_is_named_on_all_ranks() {
+    let errors = errors(|ddp, model, rank| {
+        let backward = |step: &LastPass<Branches>| step.model().loss(values([1, 5], 1), false).backward();
+        if rank == 1 {
+            let caught = catch_unwind(AssertUnwindSafe(|| {
+                let step = ddp.last_pass(model, 1).unwrap();
+                let _grads = backward(&step);
+                panic!("the program's own");
+            }));
+            assert!(caught.is_err());
+        }
+        let step = ddp.last_pass(model, 1)?;
+        let mut grads = backward(&step);
+        step.finish(&mut grads)
+    });
+    check_errors(&errors, "rank 1 has panicked in a training step before `finish`, and its program goes on");
+}
+
+/// A rank that leaves out a step with `continue` makes the next one with the others, which are a step ahead.
+#[test]
+fn the_logs_of_ranks_with_different_numbers_of_steps_say_so() {
+    const NAME: &str = "shared::step::errors::the_logs_of_ranks_with_different_numbers_of_steps_say_so";
+    if !is_child() {
+        assert!(Process::start(NAME, &[]).end().success());
+        return;
+    }
+    logged::record();
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, ddp) = DataParallel::new(group, Branches::new()).unwrap();
+        let error = (0..6).filter(|batch| (rank, *batch) != (1, 2)).find_map(|batch| {
+            ddp.run(&model, [batch], |model, batch| (model.loss(values([1, 5], batch), false), 1)).err()
+        });
+        let error = error.unwrap_or_else(|| ddp.mean(&[1.0], 1).unwrap_err());
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+    });
+    for expected in ["rank 0 was in training step 6; ", "rank 1 had made 5 training steps; "] {
+        assert!(logged::lines().iter().any(|line| line.starts_with(expected)), "{:?}", logged::lines());
     }
 }
 

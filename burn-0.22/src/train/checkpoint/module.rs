@@ -1,13 +1,13 @@
 //! The tensors of a model in a set.
 
 use burn::module::{Module, Param, Parameter};
-use burn::tensor::{Bytes, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Tensor, TensorData};
 
 use super::{OwnParts, loaded, read, stored};
 use crate::train::model::with_values;
 use crate::train::walk::{Kind, Map, Place, Visit, visit};
 use bonfire_core::Error;
-use bonfire_train::checkpoint::{Collect, ModelReader, Set};
+use bonfire_train::checkpoint::{Collect, LOADING, ModelReader, Set};
 
 /// Returns what adds all tensors of a model, under names that begin with `item/`. Holds the tensors, not copies of
 /// their elements. Those with an own part must have its shape.
@@ -28,6 +28,15 @@ impl Visit for Collector<'_> {
     {
         let (name, tensor) = (format!("{}/{}", self.item, place.path()), param.val());
         let part = self.own.get(&param.id).cloned();
+        if let DType::QFloat(scheme) = tensor.dtype() {
+            self.list.push(Box::new(move |parts| {
+                let data = tensor.try_into_data();
+                let data = data.map_err(|error| Error::io("reading a tensor to save it", error))?;
+                let (bytes, scheme) = (data.as_bytes().len(), format!("{scheme:?}"));
+                parts.add_quantised(name, scheme, bytes, move |range, sink| sink(&data.as_bytes()[range]))
+            }));
+            return;
+        }
         self.list.push(Box::new(move |parts| {
             let (dtype, shape) = (stored(&name, tensor.dtype())?, tensor.shape());
             parts.add_parameter(name, dtype, shape.as_slice(), part, move |range, sink| {
@@ -62,11 +71,20 @@ impl Map for Loader<'_> {
         }
         let (id, mut value, mapper) = param.consume();
         let path = place.path();
-        let data = stored(&path, value.dtype()).and_then(|dtype| {
-            let bytes = self.reader.read(&path, dtype, value.shape().as_slice(), self.own.get(&id))?;
-            let dtype = loaded(dtype).unwrap_or(value.dtype());
-            Ok(TensorData::from_bytes(Bytes::from_bytes_vec(bytes), value.shape(), dtype))
-        });
+        let data = if let DType::QFloat(scheme) = value.dtype() {
+            let own = value.clone().try_into_data().map_err(|error| Error::io(LOADING, error));
+            own.and_then(|own| {
+                let (own, shape, dtype) = own.into_parts();
+                let bytes = self.reader.read_quantised(&path, &format!("{scheme:?}"), own.len())?;
+                Ok(TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape, dtype))
+            })
+        } else {
+            stored(&path, value.dtype()).and_then(|dtype| {
+                let bytes = self.reader.read(&path, dtype, value.shape().as_slice(), self.own.get(&id))?;
+                let dtype = loaded(dtype).unwrap_or(value.dtype());
+                Ok(TensorData::from_bytes(Bytes::from_bytes_vec(bytes), value.shape(), dtype))
+            })
+        };
         match data {
             Ok(data) => value = Tensor::from_data(data, (&value.device(), value.dtype())),
             Err(error) => self.failure = Some(error),

@@ -96,9 +96,15 @@ pub(in crate::train) fn has_states(optimizer: &ModuleOptimizer) -> Result<bool, 
     states(optimizer).map(|states| !states.is_empty()).map_err(|error| Error::io(SAVING, error))
 }
 
+/// Whether the optimizer has a state with numbers or tensors in it.
+pub(super) fn has_fields(optimizer: &ModuleOptimizer) -> Result<bool, Error> {
+    let states = states(optimizer).map_err(|error| Error::io(SAVING, error))?;
+    Ok(states.values().any(|fields| !fields.is_empty()))
+}
+
 /// Fails if burn would load the state for this parameter in another float type: it loads all states in that of the
 /// default device.
-fn check_type(operation: &str, parameter: &Parameter, has_fields: bool) -> Result<(), Error> {
+pub(super) fn check_type(operation: &str, parameter: &Parameter, has_fields: bool) -> Result<(), Error> {
     let (own, loaded) = (parameter.spec.dtype, DType::from(Device::default().settings().float_dtype));
     if own == loaded || !has_fields {
         return Ok(());

@@ -55,6 +55,10 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> Load for &mut
     fn replace(self, loaded: Self::Loaded) {
         *self = loaded;
     }
+
+    fn check_savable(&self) -> Result<(), Error> {
+        self.check_optimizer()
+    }
 }
 
 impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState<M, U> {
@@ -147,15 +151,23 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
             .map_err(|error| argument(format!("{item} cannot be read: {error}; load it into what was saved")))
     }
 
+    /// Fails if the state that the optimizer will have could not be saved.
+    pub(in crate::train) fn check_optimizer(&self) -> Result<(), Error> {
+        let parameters = Parameters::of(&self.model).1;
+        let fails = |parameter: &Parameter| optimizer::check_type(SAVING, parameter, true).is_err();
+        let Some(parameter) = smallest(&parameters, fails) else { return Ok(()) };
+        let mut tried = self.optimizer.clone();
+        tried.step(0.0, self.model.clone(), parameter.zero_gradient());
+        optimizer::check_type(SAVING, parameter, optimizer::has_fields(&tried)?)
+    }
+
     /// Returns what fails if the optimizer in the state has no states, though it would after the batches that were
     /// trained.
     pub(in crate::train) fn check_stepped(&self) -> Check {
         let (mut tried, model, position) = (self.optimizer.clone(), self.model.clone(), (self.epoch, self.samples));
         Box::new(move |is_new| {
             let parameters = Parameters::of(&model).1;
-            let elements = |parameter: &&Parameter| parameter.shape.num_elements();
-            let trained = parameters.iter().filter(|parameter| parameter.trained && elements(parameter) > 0);
-            let Some(parameter) = trained.min_by_key(elements).filter(|_| is_new && position != (0, 0)) else {
+            let Some(parameter) = smallest(&parameters, |_| true).filter(|_| is_new && position != (0, 0)) else {
                 return Ok(());
             };
             tried.step(0.0, model, parameter.zero_gradient());
@@ -167,6 +179,13 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
             Err(Error::argument(SAVING, reason))
         })
     }
+}
+
+/// Returns the smallest trained parameter of a kind.
+fn smallest(parameters: &[Parameter], of_kind: impl Fn(&Parameter) -> bool) -> Option<&Parameter> {
+    let elements = |parameter: &&Parameter| parameter.shape.num_elements();
+    let trained = parameters.iter().filter(|parameter| parameter.trained && elements(parameter) > 0);
+    trained.filter(|parameter| of_kind(parameter)).min_by_key(elements)
 }
 
 fn user_item<U>() -> Item {

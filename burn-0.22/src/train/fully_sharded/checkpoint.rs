@@ -57,4 +57,8 @@ where
     fn replace(self, loaded: Self::Loaded) {
         *self.0 = loaded;
     }
+
+    fn check_savable(&self) -> Result<(), Error> {
+        self.0.check_optimizer()
+    }
 }

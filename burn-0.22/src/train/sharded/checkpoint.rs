@@ -68,4 +68,8 @@ where
         (*state, sharded.optimizer) = (loaded, optimizer);
         sharded.replicas.steps.restart();
     }
+
+    fn check_savable(&self) -> Result<(), Error> {
+        self.0.check_optimizer()
+    }
 }

@@ -16,7 +16,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use log::warn;
 use serde::{Deserialize, Serialize};
@@ -86,7 +86,7 @@ impl Claim {
         match claim.owner(OPENING)? {
             Some(other) if !other.ended && !claim.is_of(&other) && other.process.runs() => {
                 let (folder, since) = (folder.display(), other.since());
-                let reason = format!("{} saves into {folder}, since {since}, and still runs; {REMEDY}", other.process);
+                let reason = format!("{} has saved into {folder} for {since}, and still runs; {REMEDY}", other.process);
                 Err(Error::argument(OPENING, reason))
             }
             _ => Ok(claim),
@@ -162,7 +162,7 @@ impl Drop for Claim {
 impl Owner {
     /// How long it has had the folder, as text. The clocks of two hosts may differ.
     fn since(&self) -> String {
-        format!("{:?}", Duration::from_secs(now().saturating_sub(self.since)))
+        format!("{} s", now().saturating_sub(self.since))
     }
 }
 

@@ -37,7 +37,25 @@ impl Parts {
             }
         }
     }
+
+    /// Adds a quantised parameter, which is the same on all ranks: its bytes, and the scheme by which they are read.
+    ///
+    /// # Errors
+    /// Those of [`add`](Self::add) and of `read`.
+    pub fn add_quantised(
+        &mut self,
+        name: String,
+        scheme: String,
+        bytes: usize,
+        read: impl Fn(Range<usize>, Sink<'_>) -> Result<(), Error> + Send + 'static,
+    ) -> Result<(), Error> {
+        self.add_value(format!("{name}/{SCHEME}"), scheme.into_bytes())?;
+        self.add_replicated(name, Dtype::U8, &[bytes], read)
+    }
 }
+
+/// What the name of a quantised parameter's scheme ends with.
+const SCHEME: &str = "scheme";
 
 /// Reads a model from a set, which must be the model that was saved.
 pub struct ModelReader<'a> {
@@ -80,6 +98,20 @@ impl<'a> ModelReader<'a> {
         }
         self.used.insert(name);
         Ok(bytes)
+    }
+
+    /// Returns the bytes of a quantised parameter.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if another one was saved, or none, or with another scheme. Those of [`Set::read`].
+    pub fn read_quantised(&mut self, path: &str, scheme: &str, bytes: usize) -> Result<Vec<u8>, Error> {
+        let name = format!("{}/{path}/{SCHEME}", self.item);
+        let saved = self.set.value(&name)?.map(|saved| String::from_utf8_lossy(&saved).into_owned());
+        if saved.as_deref() != Some(scheme) {
+            return Err(other_model(path, saved.as_deref().unwrap_or("not quantised"), scheme));
+        }
+        self.used.insert(name);
+        self.read(path, Dtype::U8, &[bytes], None)
     }
 
     /// Fails if something was not read: the model that was saved had it.

@@ -117,6 +117,7 @@ impl Steps {
     /// which a process is in one operation at a time.
     #[track_caller]
     pub fn pass(&self, last: Option<Header>) -> Result<StepPass, Error> {
+        self.check_panicked()?;
         let count = self.parameters().len();
         let generation = {
             let mut state = self.state();
@@ -137,6 +138,17 @@ impl Steps {
         };
         let cell = Cell { received: vec![false; count], generation, weight: None, problem: None, gradients };
         Ok(StepPass { steps: self.clone(), cell: Arc::new(Mutex::new(cell)) })
+    }
+
+    /// Fails if a panic has ended this rank's last step before its end, and the program goes on: the others wait there.
+    pub(super) fn check_panicked(&self) -> Result<(), Error> {
+        let Some(last) = self.state().panicked.take() else { return Ok(()) };
+        let reason = format!(
+            "rank {} has panicked in a training step before `finish`, and its program goes on; let a panic end the \
+             rank, and return what can fail from the closure of `try_run`",
+            self.groups().main.rank()
+        );
+        Err(last.fail(Error::broken(OPERATION, reason)))
     }
 
     /// Counts a pass as ended.
@@ -253,8 +265,11 @@ impl Drop for StepPass {
             }
             Gradients::Exchanged(last) => {
                 self.steps.close(true);
-                // A panic ends this rank, unless it is caught: the others find it lost, and can go on without it.
-                if !thread::panicking() {
+                if thread::panicking() {
+                    // It ends this rank, and the others find it lost and can go on without it. If the program catches
+                    // it, this rank's next step says so.
+                    self.steps.state().panicked = Some(last);
+                } else {
                     last.abandon(&self.steps);
                 }
             }

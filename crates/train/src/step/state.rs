@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::exchange::{Channel, Model};
+use super::last::Last;
 use super::sums::Sums;
 use crate::bucket::{BucketTable, Limits, buckets};
 use crate::compression::Compressor;
@@ -29,6 +30,8 @@ pub(super) struct State {
     pub open: usize,
     /// Whether one of them is the last.
     pub last_is_open: bool,
+    /// The last pass of a step that a panic has ended.
+    pub panicked: Option<Box<Last>>,
     /// What is wrong with a pass that has ended.
     pub problem: Option<Problem>,
     /// The text of the error with which the program's own code has failed.
@@ -69,6 +72,7 @@ impl State {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             open: 0,
             last_is_open: false,
+            panicked: None,
             problem: None,
             fault: None,
             blocking: None,

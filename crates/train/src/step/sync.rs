@@ -25,6 +25,7 @@ impl Steps {
     /// [`Group::all_reduce`](bonfire_core::Group::all_reduce), after which the groups have failed.
     #[track_caller]
     pub fn sync(&self, operation: &'static str, header: Header, gradients: Gradients) -> Result<Outcome, Error> {
+        self.check_panicked()?;
         let synced = self.try_sync(operation, header, gradients);
         self.ended(synced.map_err(|error| self.groups().abandon(error)), operation)
     }
