@@ -93,10 +93,12 @@ fn malformed_variables_are_named_with_their_values() {
     }
 }
 
+fn settings(rank: usize, world_size: usize, address: &str) -> Settings {
+    Settings { rank, world_size, address: address.into(), ..Settings::default() }
+}
+
 #[test]
 fn settings_that_cannot_work_are_rejected() {
-    let settings =
-        |rank, world_size, address: &str| Settings { rank, world_size, address: address.into(), ..Settings::default() };
     assert_eq!(settings(0, 1, "").check(), Ok(()));
     assert_eq!(settings(3, 4, "[fe80::1]:29500").check(), Ok(()));
     for (rank, world_size) in [(0, 0), (1, 1), (4, 4), (usize::MAX, 2)] {
