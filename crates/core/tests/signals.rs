@@ -98,7 +98,7 @@ fn the_signals_of_a_forked_child_are_not_those_of_the_rank() {
     ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
     ranks[0].signal(Signal::USR1);
     expect_all_saved(&mut ranks);
-    // Without such a handler the signal ends a rank, as ever.
+    // The signal of the rank itself still ends it.
     let mut ranks = Process::start_ranks(NAME, 2, "tcp", DEADLINE);
     ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
     ranks[1].signal(Signal::TERM);

@@ -151,7 +151,7 @@ fn invalid_settings_are_rejected_at_once() {
 
 #[test]
 fn an_address_that_does_not_resolve_is_an_error_in_time() {
-    for address in ["no such host:29500", "[zz]:29500", "[]:29500", "nobody.invalid:29500"] {
+    for address in ["no such host:29500", "nobody.invalid:29500"] {
         for r in [0, 1] {
             let reason = timed_out(rank(r, 2, address).rendezvous_timeout(SOON / 4).connect(), SOON / 4);
             assert!(reason.contains(address) && reason.contains("does not resolve"), "{reason}");
