@@ -59,7 +59,7 @@ impl<U: Serialize + for<'de> Deserialize<'de> + Clone> Run<U> {
     }
 
     fn load(&mut self, folder: &Path) -> Result<bool, Error> {
-        Checkpoints::new(self.ddp.group(), folder)?.load(&mut self.state)
+        Checkpoints::read_only(self.ddp.group(), folder)?.load(&mut self.state)
     }
 
     fn weight(&self) -> TensorData {
