@@ -303,6 +303,7 @@ impl ProcessGroup {
                             }
                         }
                         error = final_error(&failed) => return Err(ShrinkFailure::Error(error)),
+                        error = self.tcp.lacks_descriptors() => return Err(ShrinkFailure::Error(error)),
                         () = sleep_until(look_again) => {}
                     }
                 }
