@@ -34,7 +34,7 @@ mod watch;
 pub(crate) use self::{
     accept::{CONNECT_TIMEOUT, MAX_DATA_CONNECTIONS, RETRY, admit, is_own},
     connection::greet,
-    heartbeat::HeartbeatTimeout,
+    heartbeat::{HeartbeatTimeout, turn},
     message::{ControlRequest, RankEvent},
     plane::{ControlSetup, run},
     shrink::{Membership, PeerEvent, ShrinkMessage},

@@ -25,6 +25,8 @@ compile_error!("the feature `mpi` needs a unix system");
 mod auth;
 #[cfg(unix)]
 mod control;
+#[cfg(unix)]
+mod descriptors;
 mod group;
 #[doc(hidden)]
 pub mod internal;

@@ -40,7 +40,7 @@ use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::{Numbers, Source};
 use crate::auth::{self, Secret};
-use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS};
+use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, turn};
 use crate::sync::{Mutex, OwnRuntime};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Engines, GroupEndpoint};
@@ -298,7 +298,8 @@ fn start_group(
     heartbeat_timeout: HeartbeatTimeout,
     held: Vec<HeldOpen>,
 ) -> Result<GroupEndpoint, Error> {
-    let Connected { settings, joined: Joined { setup, kind, hosts }, .. } = connected;
+    let Connected { settings, joined: Joined { mut setup, kind, hosts }, .. } = connected;
+    setup.turn = turn(hosts.iter().filter(|host| **host == hosts[settings.rank]).count());
     let tcp = Arc::new(Tcp::start(runtime, setup, settings.connections, heartbeat_timeout)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]
     let engines = connected.shared.map_or(Engines::None, |shared| shared.engine(&tcp));

@@ -2,45 +2,106 @@
 
 use std::collections::VecDeque;
 use std::fmt::Display;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use tokio::task::AbortHandle;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::connect::TIMEOUT;
 use super::prologue::Refusal;
+use super::socket::was_dropped;
 use super::tally::{Seen, Tally};
+use crate::descriptors;
 use crate::sync::{Mutex, lock};
 
 /// Connections that may wait in addition to those of the ranks.
 const STRANGERS: usize = 64;
 
-/// Pause before the next attempt when the system could not accept a connection, most likely for lack of descriptors.
+/// Pause before the next attempt when the system could not accept a connection.
 pub const RETRY: Duration = Duration::from_millis(100);
 
 /// The accept queue of one listener. It bounds the number of connections that have not completed the handshake, and the
 /// time that each of them has. When the queue is full, the connection that has waited longest is dropped: a rank
-/// completes the handshake within a moment, and dials again if it was dropped.
+/// completes the handshake within a moment, and dials again if it was dropped. So is the one that has waited longest at
+/// any listener when those of the process together hold as many descriptors as strangers may.
 pub struct AcceptQueue {
     state: Mutex<QueueState>,
+    /// Distinguishes the queues of a process.
+    number: u64,
     capacity: usize,
     timeout: Duration,
+    /// The connections of all queues, in the order in which they came.
+    waiting: &'static Mutex<VecDeque<Waiting>>,
+}
+
+/// A connection that may not have completed its handshake.
+struct Waiting {
+    /// The number of its queue.
+    queue: u64,
+    task: AbortHandle,
+    /// Set once the handshake is complete.
+    proved: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
 struct QueueState {
-    /// Each with a flag that is set once its handshake is complete.
-    waiting: VecDeque<(AbortHandle, Arc<AtomicBool>)>,
     /// What was refused, by where it came from.
     refused: Tally,
+    /// Since when there is no descriptor for the next connection.
+    short: Option<Instant>,
 }
 
 impl AcceptQueue {
     /// Creates the queue of a listener that at most `ranks` connections of ranks reach at the same time.
     pub fn new(ranks: usize) -> Arc<AcceptQueue> {
-        Arc::new(AcceptQueue { state: Mutex::default(), capacity: STRANGERS.saturating_add(ranks), timeout: TIMEOUT })
+        static WAITING: OnceLock<Mutex<VecDeque<Waiting>>> = OnceLock::new();
+        AcceptQueue::with(STRANGERS.saturating_add(ranks), TIMEOUT, WAITING.get_or_init(Mutex::default))
+    }
+
+    fn with(capacity: usize, timeout: Duration, waiting: &'static Mutex<VecDeque<Waiting>>) -> Arc<AcceptQueue> {
+        static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        // Relaxed: only the number counts.
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        Arc::new(AcceptQueue { state: Mutex::default(), number, capacity, timeout, waiting })
+    }
+
+    /// Accepts the next connection by `accept`. Cancel safe, if `accept` is.
+    ///
+    /// # Errors
+    /// If there is no descriptor for it, nor one a moment later, when the connection that has waited longest was
+    /// dropped. Other errors are about one connection, or pass: then the next one is accepted.
+    pub async fn accept<T, F: Future<Output = io::Result<T>>>(&self, mut accept: impl FnMut() -> F) -> io::Result<T> {
+        let mut again = false;
+        loop {
+            let error = match accept().await {
+                Ok(accepted) => {
+                    lock(&self.state).short = None;
+                    return Ok(accepted);
+                }
+                Err(error) => error,
+            };
+            if descriptors::is_shortage(&error) {
+                let since = *lock(&self.state).short.get_or_insert_with(Instant::now);
+                if since.elapsed() >= RETRY {
+                    return Err(descriptors::explained(error));
+                }
+                self.drop_oldest();
+            }
+            // A stranger can connect and abort at any rate.
+            let level = if again || was_dropped(&error) { log::Level::Debug } else { log::Level::Warn };
+            log::log!(level, "cannot accept a connection, and will retry: {error}");
+            again = true;
+            sleep(RETRY).await;
+        }
+    }
+
+    fn drop_oldest(&self) {
+        if let Some(oldest) = lock(self.waiting).pop_front() {
+            oldest.task.abort();
+        }
     }
 
     /// Spawns the handshake `proof` of a connection from `source`, then passes its result to `taken`. One timeout
@@ -57,11 +118,12 @@ impl AcceptQueue {
         let accept_queue = self.clone();
         let proved = Arc::new(AtomicBool::new(false));
         let mark = proved.clone();
-        let waiting = tokio::spawn(async move {
-            let late = |_| Err(Refusal::Io(std::io::ErrorKind::TimedOut.into()));
+        let task = tokio::spawn(async move {
+            let late = |_| Err(Refusal::Io(io::ErrorKind::TimedOut.into()));
             let both = async move {
                 let proof = proof.await?;
-                // The runtime has one thread, so nothing runs between this store and what follows it.
+                // Relaxed: it publishes nothing. Another listener's thread that has not seen it yet may still drop the
+                // connection. The peer then finds no confirmation, or no answer to its hello, and dials again.
                 mark.store(true, Ordering::Relaxed);
                 taken(proof).await
             };
@@ -69,14 +131,16 @@ impl AcceptQueue {
                 accept_queue.refused(&source, &refusal);
             }
         });
-        let mut state = lock(&self.state);
-        state.waiting.retain(|(other, proved)| !other.is_finished() && !proved.load(Ordering::Relaxed));
-        if state.waiting.len() >= self.capacity
-            && let Some((oldest, _)) = state.waiting.pop_front()
-        {
-            oldest.abort();
+        let mut waiting = lock(self.waiting);
+        waiting.retain(|other| !other.task.is_finished() && !other.proved.load(Ordering::Relaxed));
+        let own = waiting.iter().filter(|other| other.queue == self.number).count();
+        let of_this_queue = waiting.iter().position(|other| own >= self.capacity && other.queue == self.number);
+        if of_this_queue.is_some() || waiting.len() >= descriptors::strangers() {
+            if let Some(oldest) = waiting.remove(of_this_queue.unwrap_or(0)) {
+                oldest.task.abort();
+            }
         }
-        state.waiting.push_back((waiting.abort_handle(), proved));
+        waiting.push_back(Waiting { queue: self.number, task: task.abort_handle(), proved });
     }
 
     /// Returns what was refused, and how often, in parentheses, for the error of a rank that waited in vain. Empty if
@@ -100,12 +164,20 @@ impl AcceptQueue {
 
 #[cfg(test)]
 mod tests {
+    use std::future::ready;
+
+    use rustix::io::Errno;
     use tokio::sync::oneshot;
 
     use super::*;
 
     fn block_on<T>(future: impl Future<Output = T>) -> T {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+    }
+
+    /// A queue of a process of its own.
+    fn queue(capacity: usize, timeout: Duration) -> Arc<AcceptQueue> {
+        AcceptQueue::with(capacity, timeout, Box::leak(Box::default()))
     }
 
     /// Adds a connection that never completes its handshake. The receiver fails when the connection is dropped.
@@ -125,22 +197,64 @@ mod tests {
     #[test]
     fn a_full_queue_drops_its_oldest_connection() {
         block_on(async {
-            let accept_queue = AcceptQueue::new(2);
-            let mut all: Vec<_> = (0..accept_queue.capacity + 3).map(|number| silent(&accept_queue, number)).collect();
+            let accept_queue = queue(5, TIMEOUT);
+            let mut all: Vec<_> = (0..8).map(|number| silent(&accept_queue, number)).collect();
             for first in &mut all[..3] {
                 first.await.unwrap_err();
             }
-            let waiting =
-                |dropped: &mut oneshot::Receiver<()>| dropped.try_recv() == Err(oneshot::error::TryRecvError::Empty);
-            assert!(all[3..].iter_mut().all(waiting));
+            assert!(all[3..].iter_mut().all(is_waiting));
+        });
+    }
+
+    fn is_waiting(dropped: &mut oneshot::Receiver<()>) -> bool {
+        dropped.try_recv() == Err(oneshot::error::TryRecvError::Empty)
+    }
+
+    #[test]
+    fn strangers_at_many_listeners_have_one_bound() {
+        block_on(async {
+            let most = descriptors::strangers();
+            let first = queue(usize::MAX, TIMEOUT);
+            let second = AcceptQueue::with(usize::MAX, TIMEOUT, first.waiting);
+            let mut all: Vec<_> = (0..most + 3).map(|number| silent([&first, &second][number % 2], number)).collect();
+            for first in &mut all[..3] {
+                first.await.unwrap_err();
+            }
+            assert!(all[3..].iter_mut().all(is_waiting));
+        });
+    }
+
+    #[test]
+    fn a_lack_of_descriptors_is_an_error_if_it_lasts() {
+        block_on(async {
+            let accept_queue = queue(5, TIMEOUT);
+            let mut waiting = silent(&accept_queue, 0);
+            for code in [Errno::MFILE, Errno::NFILE] {
+                let mut failures = 1;
+                let accepted = accept_queue.accept(|| {
+                    failures -= 1;
+                    ready(if failures >= 0 { Err(code.into()) } else { Ok("accepted") })
+                });
+                assert_eq!(accepted.await.unwrap(), "accepted", "after one failure");
+                let error = accept_queue.accept(|| ready(Err::<(), _>(code.into()))).await.unwrap_err();
+                assert!(error.to_string().contains("open files"), "{error}");
+                assert_eq!(accept_queue.accept(|| ready(Ok("accepted"))).await.unwrap(), "accepted", "there are again");
+            }
+            // It made room.
+            waiting.try_recv().unwrap_err();
+            let mut failures = 5;
+            let accepted = accept_queue.accept(|| {
+                failures -= 1;
+                ready(if failures >= 0 { Err(Errno::CONNABORTED.into()) } else { Ok("accepted") })
+            });
+            assert_eq!(accepted.await.unwrap(), "accepted", "other errors pass");
         });
     }
 
     #[test]
     fn a_silent_connection_times_out() {
         block_on(async {
-            let timeout = Duration::from_millis(1);
-            let accept_queue = Arc::new(AcceptQueue { state: Mutex::default(), capacity: 1, timeout });
+            let accept_queue = queue(1, Duration::from_millis(1));
             silent(&accept_queue, 0).await.unwrap_err();
         });
     }

@@ -13,6 +13,8 @@ use tokio::time::{sleep, timeout};
 use super::connection::Event;
 use super::status::GroupStatus;
 use crate::auth::{self, AcceptQueue, Identity, Listener, Prologue, Purpose, Refusal};
+use crate::descriptors;
+use crate::types::Error;
 
 /// Maximum number of data connections to a peer.
 pub(crate) const MAX_DATA_CONNECTIONS: usize = 8;
@@ -35,16 +37,17 @@ pub(super) async fn accept(
     controls: Sender<(usize, TcpStream)>,
 ) {
     loop {
-        match listener.accept().await {
+        match accept_queue.accept(|| listener.accept()).await {
             Ok((stream, address)) => {
+                status.set_shortage(None);
                 admit(&accept_queue, (stream, address), &identity, &status, &controls);
                 // Most likely its first bytes have already arrived: handle them before accepting the next connection.
                 tokio::task::yield_now().await;
             }
-            // Most likely out of descriptors: retry when some may be free.
+            // Tried again: the program may close files.
             Err(e) => {
-                log::warn!("rank {} cannot accept a connection: {e}", identity.rank);
-                sleep(auth::RETRY).await;
+                status.set_shortage(Some(Error::io("accepting a connection from another rank", e)));
+                sleep(RETRY).await;
             }
         }
     }
@@ -93,16 +96,24 @@ pub(crate) fn admit(
 }
 
 /// Connects to a rank that is already listening, unless it has ended.
-pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) -> Result<TcpStream, Event> {
+pub(super) async fn dial(
+    identity: &Identity,
+    (peer, address): (usize, SocketAddr),
+    status: &GroupStatus,
+) -> Result<TcpStream, Event> {
     let prologue = identity.prologue(Purpose::Control, peer, (0, 1));
     // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
+    let mut lacked = false;
     loop {
         let opened = match timeout(CONNECT_TIMEOUT, auth::open(identity.secret.as_ref(), &[address])).await {
             Ok(Ok(opened)) => opened,
             Ok(Err(forbidden)) => return Err(Event::Unreachable { reason: forbidden.to_string(), ended: false }),
             Err(_) => Err(ErrorKind::TimedOut.into()),
         };
+        if lacked && opened.is_ok() {
+            status.set_shortage(None);
+        }
         match opened {
             Ok(mut stream) => match auth::dial(&mut stream, identity.secret.as_ref(), prologue).await {
                 Ok(_) => return Ok(stream),
@@ -121,7 +132,14 @@ pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) 
             Err(e) if auth::was_dropped(&e) => {}
             // A local shortage: it says nothing about the peer.
             Err(e) if is_own(&e) => {
-                log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", identity.rank)
+                if !lacked {
+                    log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", identity.rank);
+                }
+                lacked = true;
+                if descriptors::is_shortage(&e) {
+                    let operation = format!("connecting to rank {peer}");
+                    status.set_shortage(Some(Error::io(operation, descriptors::explained(e))));
+                }
             }
             Err(_) => answered = false,
         }

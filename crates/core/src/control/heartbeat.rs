@@ -3,6 +3,12 @@
 //! # Why not TCP keep-alive
 //! The kernel of a stopped process still answers the probes of keep-alive. Only messages of the control thread show
 //! that the process runs.
+//!
+//! # Ranks that share too few processors
+//! With hundreds of ranks on a few processors, each message that a rank sends may wake a process which then runs before
+//! it, and a round of heartbeats to all takes as many turns of the processors. A thousand ranks on two cores took 25 ms
+//! for a turn. So a rank waits longer for its peers, by a turn for each rank of the group: as long as its own ticks are
+//! late, or if that is more, as long as so many processes on so few processors may take.
 
 use std::time::{Duration, Instant};
 
@@ -25,6 +31,15 @@ pub(crate) struct HeartbeatTimeout {
     pub later: Duration,
 }
 
+/// How long a turn of one process may take longer for each further one that shares the processor.
+const TURN: Duration = Duration::from_micros(50);
+
+/// Returns how long one turn of the processors may take if so many ranks share them.
+pub(crate) fn turn(ranks: usize) -> Duration {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    TURN * u32::try_from((ranks / processors).saturating_sub(1)).unwrap_or(u32::MAX)
+}
+
 impl HeartbeatTimeout {
     /// The shortest timeout allowed: a heartbeat may be late.
     pub const MIN: Duration = Duration::from_secs(3);
@@ -32,8 +47,7 @@ impl HeartbeatTimeout {
     /// Converts `limit` to ticks without a message: one less than fit, since the last message may have arrived up to a
     /// tick before the one that noticed it. So a peer is declared lost at most a tick before `limit` has passed.
     fn silent_ticks(limit: Duration) -> u64 {
-        let ticks = limit.as_millis() / TICK.as_millis();
-        u64::try_from(ticks).unwrap_or(u64::MAX).saturating_sub(1).max(1)
+        ticks_in(limit).saturating_sub(1).max(1)
     }
 }
 
@@ -41,6 +55,11 @@ impl HeartbeatTimeout {
 /// finds its peers' messages when it resumes, and declares no peer lost.
 pub(super) fn ticks() -> Interval {
     ticks_every(TICK)
+}
+
+/// Returns the number of ticks in `limit`, at least one.
+pub(super) fn ticks_in(limit: Duration) -> u64 {
+    u64::try_from(limit.as_millis() / TICK.as_millis()).unwrap_or(u64::MAX).max(1)
 }
 
 fn ticks_every(period: Duration) -> Interval {
@@ -60,29 +79,48 @@ pub(super) struct Tick {
 
 /// Counts this rank's ticks since each peer's last message. The timeout is counted in ticks, not in time.
 pub(super) struct FailureDetector {
-    /// By rank: ticks until the peer is declared lost; 0 once it is.
-    remaining: Vec<u64>,
+    /// By rank.
+    peers: Vec<Silence>,
     timeout: HeartbeatTimeout,
     last_tick: Option<Instant>,
+    /// How late the last ticks were, on average.
+    late: Duration,
+    /// The least that a turn of the processors is expected to take.
+    turn: Duration,
     /// Ticks so far.
     ticks: u64,
 }
 
+/// A peer's silence, as this rank sees it.
+#[derive(Clone, Default)]
+struct Silence {
+    /// Ticks since its last message.
+    ticks: u64,
+    /// Whether it is known to have begun the group.
+    begun: bool,
+    lost: bool,
+}
+
 impl FailureDetector {
-    pub fn new(world_size: usize, timeout: HeartbeatTimeout) -> FailureDetector {
-        let first = HeartbeatTimeout::silent_ticks(timeout.first.max(timeout.later));
-        FailureDetector { remaining: vec![first; world_size], timeout, last_tick: None, ticks: 0 }
+    /// `turn`: how long one turn of the processors takes at least.
+    pub fn new(world_size: usize, timeout: HeartbeatTimeout, turn: Duration) -> FailureDetector {
+        let peers = vec![Silence::default(); world_size];
+        FailureDetector { peers, timeout, last_tick: None, late: Duration::ZERO, turn, ticks: 0 }
     }
 
     /// Starts to monitor `peer`, to which a connection was made after the start.
     pub fn reset(&mut self, peer: usize) {
-        self.remaining[peer] = self.limit();
+        self.peers[peer] = Silence { begun: true, ..Silence::default() };
     }
 
     /// Records a tick of this rank.
     pub fn tick(&mut self, now: Instant) -> Tick {
-        let last = self.last_tick.replace(now);
-        let suspended = last.is_some_and(|last| now.saturating_duration_since(last) > self.timeout.later / 2);
+        let since = self.last_tick.replace(now).map(|last| now.saturating_duration_since(last));
+        let suspended = since.is_some_and(|since| since > self.timeout.later / 2);
+        // A suspension says nothing about how busy the machine is.
+        if let Some(since) = since.filter(|_| !suspended) {
+            self.late = (3 * self.late + since.saturating_sub(TICK)) / 4;
+        }
         let beats = self.ticks.is_multiple_of(TICKS_PER_HEARTBEAT) || suspended;
         // A rank that was suspended speaks at once.
         self.ticks = if suspended { 1 } else { self.ticks + 1 };
@@ -91,23 +129,52 @@ impl FailureDetector {
 
     /// Whether `peer` has not been declared lost.
     pub fn is_monitored(&self, peer: usize) -> bool {
-        self.remaining[peer] > 0
+        !self.peers[peer].lost
     }
 
-    /// Updates a monitored peer at a tick of this rank. Returns whether the peer is now declared lost.
-    pub fn check(&mut self, peer: usize, status: &GroupStatus) -> bool {
-        self.remaining[peer] = if status.take_activity(peer) { self.limit() } else { self.remaining[peer] - 1 };
-        self.remaining[peer] == 0
+    /// Updates a monitored peer at a tick of this rank. `begun`: all ranks are known to have begun the group; before, a
+    /// peer that has sent its first message may still be sending others theirs. Returns whether the peer is now
+    /// declared lost.
+    pub fn check(&mut self, peer: usize, status: &GroupStatus, begun: bool) -> bool {
+        let turns = self.turns();
+        let HeartbeatTimeout { first, later } = self.timeout;
+        let silence = &mut self.peers[peer];
+        if status.take_activity(peer) {
+            *silence = Silence { begun: silence.begun || begun, ..Silence::default() };
+            return false;
+        }
+        silence.ticks += 1;
+        let limit = if silence.begun { later } else { first.max(later) };
+        silence.lost = silence.ticks >= HeartbeatTimeout::silent_ticks(limit.saturating_add(turns));
+        silence.lost
     }
 
-    /// Ticks without a message after which a peer is declared lost.
-    fn limit(&self) -> u64 {
-        HeartbeatTimeout::silent_ticks(self.timeout.later)
+    /// Returns how long a message to each rank may take longer than it should, because others run between two of them.
+    pub fn turns(&self) -> Duration {
+        self.late.max(self.turn).saturating_mul(self.peers.len() as u32)
     }
 
     /// Heartbeats of this rank in which a peer that lives has sent a message.
     pub fn heartbeats(&self) -> u64 {
-        ((self.limit() + 1) / TICKS_PER_HEARTBEAT).saturating_sub(1)
+        ((HeartbeatTimeout::silent_ticks(self.timeout.later) + 1) / TICKS_PER_HEARTBEAT).saturating_sub(1)
+    }
+}
+
+/// Waits for `work`, for at most `limit` as this rank's ticks count it: on a busy machine a rank may get its turn only
+/// after all of that time, and must then still do what needs no more than a moment.
+pub(super) async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
+    const PARTS: u32 = 20;
+    let mut ticks = ticks_every(limit / PARTS);
+    let passed = async {
+        // The first tick is immediate.
+        for _ in 0..=PARTS {
+            ticks.tick().await;
+        }
+    };
+    tokio::select! {
+        biased;
+        done = work => Some(done),
+        () = passed => None,
     }
 }
 
@@ -122,10 +189,10 @@ mod tests {
     /// and peer 2 only after the first `messages` of them.
     fn lost_at(messages: usize) -> usize {
         let status = GroupStatus::new(3).unwrap();
-        let mut detector = FailureDetector::new(3, TIMEOUT);
+        let mut detector = FailureDetector::new(3, TIMEOUT, Duration::ZERO);
         for tick in 0.. {
-            assert!(detector.is_monitored(2) && !detector.check(1, &status));
-            if detector.check(2, &status) {
+            assert!(detector.is_monitored(2) && !detector.check(1, &status, true));
+            if detector.check(2, &status, true) {
                 assert!(!detector.is_monitored(2) && detector.is_monitored(1));
                 return tick;
             }
@@ -147,7 +214,7 @@ mod tests {
     /// milliseconds; the stop begins just before a heartbeat, which is then the first message after it.
     fn is_lost(stopped: u64, phase: u64) -> bool {
         let status = GroupStatus::new(2).unwrap();
-        let mut detector = FailureDetector::new(2, TIMEOUT);
+        let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
         let (last, resumed) = (2_000 + phase, 3_000 + phase + stopped);
         let mut lost = false;
         let mut heard = 0;
@@ -161,7 +228,7 @@ mod tests {
             if now > resumed + 1_000 {
                 break;
             }
-            lost |= detector.is_monitored(1) && detector.check(1, &status);
+            lost |= detector.is_monitored(1) && detector.check(1, &status, true);
         }
         lost
     }
@@ -177,7 +244,7 @@ mod tests {
 
     #[test]
     fn every_fourth_tick_is_a_heartbeat_and_so_is_the_one_after_a_suspension() {
-        let (mut detector, start) = (FailureDetector::new(2, TIMEOUT), Instant::now());
+        let (mut detector, start) = (FailureDetector::new(2, TIMEOUT, Duration::ZERO), Instant::now());
         let mut beats = |seconds: f64| detector.tick(start + Duration::from_secs_f64(seconds)).beats;
         assert_eq!([0.0, 0.25, 0.5, 0.75, 1.0, 1.25].map(&mut beats), [true, false, false, false, true, false]);
         assert_eq!([5.0, 5.25, 5.5, 5.75, 6.0].map(beats), [true, false, false, false, true]);
@@ -199,9 +266,58 @@ mod tests {
         });
     }
 
+    /// Returns the number of ticks of this rank, each so late, after which a silent peer is declared lost. `begun`: all
+    /// ranks had begun the group at the peer's first message. `turn` as in [`FailureDetector::new`].
+    fn silent_until_lost(world_size: usize, (late, turn): (Duration, Duration), begun: bool) -> u32 {
+        let (status, start) = (GroupStatus::new(world_size).unwrap(), Instant::now());
+        let mut detector = FailureDetector::new(world_size, TIMEOUT, turn);
+        status.record_activity(1);
+        (0..)
+            .find(|tick| {
+                detector.tick(start + (TICK + late) * *tick);
+                detector.check(1, &status, begun)
+            })
+            .unwrap()
+    }
+
+    #[test]
+    fn a_peer_that_shares_few_processors_with_many_ranks_has_a_turn_for_each_of_them() {
+        let (none, long) = (Duration::ZERO, Duration::from_millis(25));
+        assert_eq!(silent_until_lost(1000, (none, none), true), 19);
+        assert_eq!(silent_until_lost(2, (long, long), true), 19);
+        // 25 s more, less what rounding takes.
+        assert!((115..=119).contains(&silent_until_lost(1000, (long, none), true)));
+        assert_eq!(silent_until_lost(1000, (none, long), true), 119);
+        assert_eq!(turn(1), none);
+        assert!(turn(1_000_000) > none);
+    }
+
+    #[test]
+    fn a_peer_has_time_to_send_all_ranks_their_first_message() {
+        assert_eq!(silent_until_lost(3, (Duration::ZERO, Duration::ZERO), false), 39);
+    }
+
+    #[test]
+    fn what_a_starved_rank_can_do_at_once_is_done_after_its_limit() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let limit = Duration::from_millis(40);
+            let mut turns = 0;
+            let work = std::future::poll_fn(|context| {
+                // Each turn comes after the whole limit.
+                std::thread::sleep(limit);
+                turns += 1;
+                context.waker().wake_by_ref();
+                if turns == 10 { std::task::Poll::Ready(turns) } else { std::task::Poll::Pending }
+            });
+            assert_eq!(within(limit, work).await, Some(10));
+            assert_eq!(within(limit, std::future::pending::<()>()).await, None);
+        });
+    }
+
     #[test]
     fn a_rank_detects_its_own_suspension() {
-        let (mut detector, start) = (FailureDetector::new(2, TIMEOUT), Instant::now());
+        let (mut detector, start) = (FailureDetector::new(2, TIMEOUT, Duration::ZERO), Instant::now());
         let suspended = [0, 1, 3, 7, 8].map(|second| detector.tick(start + Duration::from_secs(second)).suspended);
         assert_eq!(suspended, [false, false, false, true, false]);
     }

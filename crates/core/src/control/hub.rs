@@ -25,7 +25,7 @@ pub(super) struct Star {
     pub drained: Vec<bool>,
     /// Whether the star has become a mesh or is about to.
     pub is_mesh: bool,
-    /// Heartbeats since the change to a mesh began, or since the last new connection.
+    /// Heartbeats since a connection was last awaited or made.
     pub idle_ticks: u64,
     /// Messages that all ranks must receive and rank 0 may not relay, in order: this rank's failure, its shrink
     /// messages and its goodbye. Sent first on every new connection.
@@ -37,8 +37,8 @@ pub(super) struct Star {
 pub(super) enum Hub {
     #[default]
     Serves,
-    /// It leaves or has left in order. The other ranks connect to each other after this many heartbeats.
-    Left(u32),
+    /// It leaves or has left in order. The other ranks connect to each other when one of them waits for another.
+    Left,
     Lost,
 }
 

@@ -11,6 +11,8 @@ use crate::types::{Error, Fault, Site};
 pub(crate) enum ControlRequest {
     /// This rank makes no progress in this call. Asks all peers for theirs.
     Calling(Site),
+    /// This rank waits for others, which rank 0 has left. Connects it to them, if it is not.
+    Meet,
     /// Sends this rank's call to a peer that asked before the call was made.
     Called(usize, Site),
     /// This rank failed after it had completed this many collectives.

@@ -2,9 +2,14 @@
 //!
 //! A small group begins as a *mesh*, with a connection between any two ranks. A larger group begins as a *star*: every
 //! rank is connected to rank 0, the hub. The hub relays messages between the other ranks, reports ranks that left or
-//! are lost, and alone monitors how long each rank is silent. A star becomes a mesh when rank 0 is lost, when rank 0
-//! has left and other ranks are still there a moment later, and when a rank shrinks the group. Messages from the hub
-//! arrive in order, so all ranks know of a failure that the hub has reported.
+//! are lost, and alone monitors how long each rank is silent. A star becomes a mesh when rank 0 is lost and when a
+//! rank shrinks the group. Messages from the hub arrive in order, so all ranks know of a failure that the hub has
+//! reported.
+//!
+//! Once rank 0 has left in order, most likely the job ends. So a rank connects to the others only when it exchanges
+//! messages with one of them, waits in a collective for longer than a moment, fails, or invites others to a subgroup.
+//! Then it dials the lower ranks and knocks at the higher ones, which dial it. Ranks that do none of this keep the few
+//! connections that they have.
 //!
 //! Shrink messages are never relayed: sender and receiver are connected, and the sender's goodbye follows on the same
 //! connection. A rank's shrink messages and its end therefore arrive in order.
@@ -19,10 +24,10 @@
 //! the heartbeat timeout. Otherwise the peer counts as silent. `shrink` needs the difference.
 //!
 //! # Limits
-//! * A rank that dies in the one or two seconds between rank 0's goodbye and the change to a mesh counts as having
-//!   left.
-//! * If the machine of a rank sleeps through the death of rank 0 and the whole further life of the other ranks, the
-//!   rank counts them as ended, though they may have gone on without it.
+//! * A rank that dies after rank 0 has left, and before another rank connects to it, counts as having left.
+//! * If the machine of a rank sleeps through the death of rank 0 and the whole further life of the other ranks, or if
+//!   its network is down from the time when rank 0 has left through their whole further life, the rank counts them as
+//!   ended, though they may have gone on without it.
 
 mod star;
 #[cfg(all(test, not(bonfire_loom)))]
@@ -35,11 +40,10 @@ use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, channel, unbounded_channel};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
 
 use super::accept::accept;
 use super::connection::{Connection, Event, Frame, Writer, read, write};
-use super::heartbeat::{FailureDetector, HeartbeatTimeout, ticks};
+use super::heartbeat::{FailureDetector, HeartbeatTimeout, ticks, ticks_in, within};
 use super::hub::{Hub, Star};
 use super::message::{ControlRequest, Message, RankEvent, apply_message};
 use super::shrink::PeerEvent;
@@ -61,13 +65,15 @@ pub(crate) struct ControlSetup {
     /// Whether no ranks of this group can go on in another one without this rank, so that a rank whose connection
     /// closes has ended even if no message of it has arrived.
     pub sole: bool,
+    /// How long one turn of this host's processors may take: see [`turn`](super::heartbeat::turn).
+    pub turn: Duration,
     pub status: Arc<GroupStatus>,
 }
 
-/// How long a leaving rank may take to send its goodbye.
+/// How long a leaving rank may take to send its goodbye, where processors are free.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a leaving rank that failed waits for ranks that cannot know of it yet. They connect within `HUB_GRACE`.
+/// How long a leaving rank that failed waits for ranks that cannot know of it yet, and connect.
 const LINGER: Duration = Duration::from_secs(3);
 
 /// Maximum number of events that wait for the control thread. Beyond it, readers apply backpressure to their peers.
@@ -89,7 +95,7 @@ pub(crate) async fn run(
         addresses: setup.addresses,
         status: setup.status,
         connections: (0..n).map(|_| Connection::Absent).collect(),
-        detector: FailureDetector::new(n, heartbeat_timeout),
+        detector: FailureDetector::new(n, heartbeat_timeout, setup.turn),
         events,
         writing: JoinSet::new(),
         dials: JoinSet::new(),
@@ -105,7 +111,7 @@ pub(crate) async fn run(
         }
     }
     let mut ticks = ticks();
-    // This rank's goodbye, and the latest time at which the loop ends.
+    // This rank's goodbye, and the number of ticks after which the loop ends.
     let mut leaving = None;
     let serving = async {
         while leaving.is_none() || control.must_linger() {
@@ -115,7 +121,7 @@ pub(crate) async fn run(
                         let goodbye = Message::Goodbye { panicked };
                         control.leave(&goodbye);
                         let limit = if control.is_hub() { GOODBYE_TIMEOUT } else { LINGER };
-                        leaving = Some((goodbye, tokio::time::Instant::now() + limit));
+                        leaving = Some((goodbye, ticks_in(limit.saturating_add(control.detector.turns()))));
                     }
                     Some(message) => control.handle_outgoing(message),
                     None => return,
@@ -123,12 +129,19 @@ pub(crate) async fn run(
                 // The higher rank of a pair dials. A lower rank knocks in order to be dialled.
                 Some((peer, stream)) = accepted.recv() => match peer > control.rank() {
                     true => control.attach(peer, stream),
-                    false => control.form_mesh(),
+                    false => control.knocked(peer),
                 },
                 Some((peer, event)) = event_queue.recv() => control.handle_event(peer, event),
-                _ = ticks.tick() => control.tick(),
+                _ = ticks.tick() => {
+                    control.tick();
+                    if let Some((_, left)) = &mut leaving {
+                        *left -= 1;
+                        if *left == 0 {
+                            return;
+                        }
+                    }
+                }
                 () = wait_until(control.updates_due()) => control.send_updates(),
-                () = wait_until(leaving.as_ref().map(|(_, end)| *end)) => return,
             }
         }
     };
@@ -136,6 +149,7 @@ pub(crate) async fn run(
     // Connections that are made meanwhile get the same messages as all others. A peer would take this rank for lost if
     // its connection closed without a goodbye.
     accepted.close();
+    let limit = GOODBYE_TIMEOUT.saturating_add(control.detector.turns());
     let last_connections = async {
         let mut none_accepted = false;
         while !(none_accepted && control.dials.is_empty() && event_queue.is_empty()) {
@@ -154,14 +168,14 @@ pub(crate) async fn run(
             }
         }
     };
-    let _ = timeout(GOODBYE_TIMEOUT, last_connections).await;
+    let _ = within(limit, last_connections).await;
     if let Some((goodbye, _)) = leaving.filter(|_| control.is_hub()) {
         control.send_updates();
         control.fan_out(&Frame::Own(goodbye), None);
     }
     control.connections.clear();
     // Write tasks end with the goodbye. One whose peer does not read is abandoned at the timeout.
-    let _ = timeout(GOODBYE_TIMEOUT, async { while control.writing.join_next().await.is_some() {} }).await;
+    let _ = within(limit, async { while control.writing.join_next().await.is_some() {} }).await;
 }
 
 /// Waits until `instant`, or forever if there is none.
@@ -243,7 +257,12 @@ impl Control {
         match outgoing {
             ControlRequest::Calling(site) => self.ask(site),
             ControlRequest::Called(peer, site) => self.answer(peer, site),
-            ControlRequest::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
+            ControlRequest::Meet => {
+                if self.star.as_ref().is_some_and(|star| star.hub == Hub::Left) {
+                    self.form_mesh();
+                }
+            }
+            ControlRequest::Failed(error, completed) => self.fail(Message::Failed(error.for_peers(), completed)),
             ControlRequest::Invites(peer, invitation) => self.send(peer, Message::Invites(invitation)),
             ControlRequest::ShrinkMessage(message) => {
                 self.form_mesh();
@@ -263,7 +282,12 @@ impl Control {
         }
         match self.hub() {
             Some(hub) => hub.send(Frame::Own(Message::Called(site))),
-            None => self.send(peer, Message::Called(site)),
+            None => match &mut self.connections[peer] {
+                Connection::Open(writer) => writer.send(Frame::Own(Message::Called(site))),
+                Connection::Pending(first) => first.push(Message::Called(site)),
+                // Rank 0, which passed on the question, has left. A rank that still waits connects, and asks again.
+                Connection::Absent | Connection::Closed => {}
+            },
         }
     }
 
@@ -290,7 +314,7 @@ impl Control {
             Event::Dialled(stream) => self.attach(peer, stream),
             Event::Unreachable { reason, ended } if matches!(self.connections[peer], Connection::Pending(_)) => {
                 let star = self.star.as_ref();
-                if ended && star.is_some_and(|star| matches!(star.hub, Hub::Left(_))) {
+                if ended && star.is_some_and(|star| star.hub == Hub::Left) {
                     // It left or died after rank 0, which could not report it.
                     self.status.mark_left(peer);
                 }
@@ -349,6 +373,7 @@ impl Control {
     /// too long.
     fn tick(&mut self) {
         let tick = self.detector.tick(Instant::now());
+        let begun = self.star.is_none() || self.all_begun();
         for peer in 0..self.connections.len() {
             let Connection::Open(writer) = &self.connections[peer] else { continue };
             if !self.detector.is_monitored(peer) {
@@ -357,7 +382,7 @@ impl Control {
             if tick.beats {
                 writer.send(Frame::Own(Message::Heartbeat));
             }
-            if self.detector.check(peer, &self.status) {
+            if self.detector.check(peer, &self.status, begun) {
                 self.declare_lost(peer);
             }
         }

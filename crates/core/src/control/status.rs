@@ -35,6 +35,10 @@ struct StatusData {
     recent: [Option<Site>; 2],
     /// Invitations to subgroups from peers.
     invitations: Invitations,
+    /// The first peer that left in order.
+    first_left: Option<usize>,
+    /// Set while the control thread has no descriptor for the next connection.
+    shortage: Option<Error>,
 }
 
 #[derive(Default)]
@@ -78,6 +82,8 @@ impl GroupStatus {
             peers: (0..world_size).map(|_| Peer::default()).collect(),
             recent: [None; 2],
             invitations: Invitations::new(world_size),
+            first_left: None,
+            shortage: None,
         };
         Ok(GroupStatus {
             state: Mutex::new(state),
@@ -175,7 +181,10 @@ impl GroupStatus {
 
     /// Records that `peer` left in order.
     pub fn mark_left(&self, peer: usize) {
-        self.state().peers[peer].presence = Presence::Left;
+        let mut state = self.state();
+        state.peers[peer].presence = Presence::Left;
+        state.first_left.get_or_insert(peer);
+        drop(state);
         self.ring();
     }
 
@@ -213,11 +222,11 @@ impl GroupStatus {
         self.activity[peer].swap(false, Ordering::Relaxed)
     }
 
-    /// Returns why `peer` will not answer, if that is known.
-    pub fn absence(&self, peer: usize) -> Option<Fault> {
+    /// Returns why `peer` will not answer a message of the operation `tag`, if that is known.
+    pub fn absence(&self, peer: usize, tag: &Site) -> Option<Fault> {
         let state = self.state();
         let failure = state.failure.as_ref().map(|(fault, _)| fault.clone());
-        failure.or_else(|| state.absence(peer))
+        failure.or_else(|| state.absence_in(peer, tag))
     }
 
     /// Returns why `peer` will not answer in the operation `tag`, if that is known. If the group has failed, even in a
@@ -225,9 +234,28 @@ impl GroupStatus {
     pub fn absence_in(&self, peer: usize, tag: &Site) -> Option<Fault> {
         self.failure_in(tag).or_else(|| {
             let state = self.state();
-            let absence = state.absence(peer)?;
+            let absence = state.absence_in(peer, tag)?;
             Some(state.failure.as_ref().map_or(absence, |(fault, _)| fault.clone()))
         })
+    }
+
+    /// Records that the control thread lacks descriptors, or that it has some again.
+    pub fn set_shortage(&self, shortage: Option<Error>) {
+        let mut state = self.state();
+        if state.shortage.is_none()
+            && let Some(error) = &shortage
+        {
+            log::warn!("{error}");
+        }
+        state.shortage = shortage;
+        drop(state);
+        self.bell.ring();
+    }
+
+    /// Returns the error of an operation that waits for peers which may wait for a connection to this rank, while it
+    /// lacks descriptors for one.
+    pub fn shortage(&self) -> Option<Error> {
+        self.state().shortage.clone()
     }
 
     /// Adds data connection `number` of `of` from `peer`. `of` is small.
@@ -333,6 +361,17 @@ impl StatusData {
         }
         let absence = self.invitations.missing(rank, &own.members).find_map(|peer| self.absence(peer));
         absence.map_or_else(|| self.invitations.take(rank, own), Err)
+    }
+
+    /// As [`absence`](Self::absence). Of ranks that left before a collective, the first is the cause: the others may
+    /// have called it, failed because of that rank, and left then.
+    fn absence_in(&self, peer: usize, tag: &Site) -> Option<Fault> {
+        match (self.absence(peer)?, self.first_left) {
+            (Fault::Left { .. }, Some(first)) if tag.call.operation.is_collective() => {
+                Some(Fault::Left { peer: first })
+            }
+            (absence, _) => Some(absence),
+        }
     }
 
     fn absence(&self, peer: usize) -> Option<Fault> {

@@ -11,6 +11,9 @@ use crate::types::{Call, Error, Fault, RankList, Site};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long an operation in which rank 0 has left may stall before the others connect to each other. Most likely it is
+/// the last one, and complete in less time even where many ranks share few processors.
+const MOMENT: Duration = Duration::from_secs(2);
 /// Interval between two checks for answers after a stall.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -23,6 +26,8 @@ pub(crate) struct Watch<'a> {
     deadline: &'a Deadline,
     /// Set once the operation has stalled. In a collective, the peers are asked for their calls then.
     stalled: bool,
+    /// Since when it is known, in a stalled operation, that rank 0 has left.
+    left: Option<Instant>,
     slow_wait: SlowWaitWarning<'a>,
 }
 
@@ -34,11 +39,25 @@ impl<'a> Watch<'a> {
         tag: &'a Site,
         deadline: &'a Deadline,
     ) -> Self {
-        Watch { rank, status, control, tag, deadline, stalled: false, slow_wait: SlowWaitWarning::until(deadline) }
+        Watch {
+            rank,
+            status,
+            control,
+            tag,
+            deadline,
+            stalled: false,
+            left: None,
+            slow_wait: SlowWaitWarning::until(deadline),
+        }
     }
 
     pub fn status(&self) -> &'a GroupStatus {
         self.status
+    }
+
+    /// Returns why `peer` will not answer, if that is known.
+    pub fn absence(&self, peer: usize) -> Option<Fault> {
+        self.status.absence(peer, self.tag)
     }
 
     pub fn remaining(&self) -> Duration {
@@ -66,6 +85,15 @@ impl<'a> Watch<'a> {
         if self.deadline.passed() { Err(Fault::Timeout { missing: self.missing(peer) }) } else { Ok(()) }
     }
 
+    /// As [`tick`](Watch::tick), for a thread that waits for connections or for bytes on them: what it waits for may
+    /// wait itself until this rank accepts a connection.
+    pub fn tick_connected(&mut self, peer: usize) -> Result<(), Fault> {
+        match self.status.shortage() {
+            Some(error) => Err(Fault::Failed(error)),
+            None => self.tick(peer),
+        }
+    }
+
     /// Call this when nothing has moved for a pause while the thread waits for `peer`. Checks for a failure of the
     /// group, asks the peers for their calls, warns about a long wait, and returns an error at the deadline.
     pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {
@@ -73,6 +101,12 @@ impl<'a> Watch<'a> {
             return Err(fault);
         }
         self.ask_peers();
+        if self.status.has_left(0) {
+            let left = *self.left.get_or_insert_with(Instant::now);
+            if left.elapsed() >= MOMENT.min(self.deadline.tenth()) {
+                self.meet();
+            }
+        }
         if self.is_collective()
             && let Some(error) = find_mismatch(self.tag.sequence, &self.calls())
         {
@@ -119,6 +153,7 @@ impl<'a> Watch<'a> {
     /// not. Collects all ranks' calls, so that all report the same error.
     pub fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
         self.ask_peers();
+        self.meet();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
         let known = || self.calls().iter().all(Option::is_some);
         self.status.sleep(until, || self.status.failure_in(self.tag).is_some() || known());
@@ -145,6 +180,14 @@ impl<'a> Watch<'a> {
         }
         let (site, reason) = (*self.tag, reason.to_owned());
         Fault::Failed(Error::Disconnected { site, rank: self.rank, peer, reason, elapsed: self.deadline.elapsed() })
+    }
+
+    /// Once rank 0 has left in order, the others hear of each other only if they connect to each other. Has the control
+    /// thread do so, because this rank waits for them.
+    pub fn meet(&self) {
+        if self.status.has_left(0) {
+            let _ = self.control.send(ControlRequest::Meet);
+        }
     }
 
     fn ask_peers(&mut self) {

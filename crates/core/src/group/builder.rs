@@ -26,6 +26,10 @@ use crate::types::Error;
 /// The default deadline of an operation: long enough for a rank that evaluates or saves.
 pub const DEADLINE: Duration = Duration::from_secs(300);
 
+/// The largest group of threads. Each rank has counters for each other one, so memory grows with the square: 0.6 GiB
+/// with so many.
+const MAX_THREADS: usize = 4096;
+
 /// Settings of a group, from code; see [`Group::from_env`] for settings from the environment.
 ///
 /// Environment variables count only in a builder of [`from_env`](Self::from_env), and code overrides them.
@@ -109,6 +113,10 @@ impl Builder {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
+        if world_size > MAX_THREADS {
+            let reason = format!("{world_size} ranks in one process: give at most {MAX_THREADS}, or start processes");
+            return Err(Error::argument("threads", reason));
+        }
         let session = random()?;
         let limits = (self.deadline, self.hang_timeout);
         let group =
@@ -160,7 +168,8 @@ impl Group {
     /// its own thread.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `world_size` is 0. [`Error::Io`] if the system has no random numbers.
+    /// [`Error::InvalidArgument`] if `world_size` is 0 or above 4096. [`Error::Io`] if the system has no random
+    /// numbers.
     pub fn threads(world_size: usize) -> Result<Vec<Group>, Error> {
         Builder::default().threads(world_size)
     }
@@ -273,7 +282,8 @@ impl Builder {
     /// `BONFIRE_HEARTBEAT_TIMEOUT` (seconds), and at least 3 s; fractions of a second do not count. Every rank sends
     /// every other (in groups of more than 16 ranks, rank 0) a heartbeat once a second, from a thread of its own, so a
     /// rank that computes is not silent. A rank that was stopped is, and so is one behind an unplugged cable. Use a
-    /// longer time if ranks are halted in a debugger.
+    /// longer time if ranks are halted in a debugger. Where a host has more ranks than processors, they wait longer by
+    /// themselves: for each rank of the group, 50 µs for each further rank that a processor has.
     pub fn heartbeat_timeout(mut self, heartbeat_timeout: Duration) -> Self {
         self.settings.heartbeat_timeout = heartbeat_timeout;
         self

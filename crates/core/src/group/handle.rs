@@ -28,7 +28,8 @@ pub(super) struct Lineage {
 /// [`Error::Mismatch`].
 ///
 /// Dropping the last handle waits for started operations, then leaves the group gracefully: operations of peers that
-/// need this rank return [`Error::Left`], or [`Error::PeerLost`] if its thread is panicking.
+/// need this rank return [`Error::Left`], or [`Error::PeerLost`] if its thread is panicking. In a process that was
+/// forked from a rank, dropping a handle does nothing to the group, and no operation may be called.
 ///
 /// ```
 /// use bonfire_core::{Group, ReduceOp};
@@ -70,6 +71,8 @@ pub struct Group {
 
 struct DropGuard {
     core: Arc<Core>,
+    /// The process that made the group.
+    process: u32,
     progress: OnceLock<Progress>,
     /// State that a layer above attached to the group.
     attachment: Mutex<Option<SharedAttachment>>,
@@ -85,6 +88,11 @@ type SharedAttachment = Arc<dyn Attachment>;
 
 impl Drop for DropGuard {
     fn drop(&mut self) {
+        // A process that was forked from a rank has copies of its sockets and none of its threads. The rank goes on.
+        if self.process != std::process::id() {
+            std::mem::forget((self.progress.take(), lock(&self.attachment).take()));
+            return;
+        }
         // Started operations complete even if nothing waits for them.
         if let Some(progress) = self.progress.take() {
             progress.finish();
@@ -203,7 +211,8 @@ impl Group {
         lineage: Option<Lineage>,
     ) -> Group {
         let core = Arc::new(core);
-        let guard = Arc::new(DropGuard { core: core.clone(), progress: OnceLock::new(), attachment: Mutex::default() });
+        let (progress, attachment) = (OnceLock::new(), Mutex::default());
+        let guard = Arc::new(DropGuard { core: core.clone(), process: std::process::id(), progress, attachment });
         Group { core, deadline, hang_timeout, guard, lineage: lineage.map(Arc::new) }
     }
 

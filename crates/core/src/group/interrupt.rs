@@ -58,6 +58,20 @@ pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
     Ok(())
 }
 
+/// Leaves all groups side by side: each waits until its last bytes have arrived. Meanwhile the traces are saved: the
+/// job may hang, and be interrupted for that reason.
+fn leave(groups: &[Arc<Core>]) {
+    std::thread::scope(|scope| {
+        for core in groups {
+            let leave = || core.executor.transport.leave();
+            if std::thread::Builder::new().name("bonfire-leave".into()).spawn_scoped(scope, leave).is_err() {
+                leave();
+            }
+        }
+        groups.iter().for_each(|core| core.save_trace());
+    });
+}
+
 /// Starts the thread that waits for the signals, and installs the handlers.
 fn watch(registered: &'static Mutex<Registered>) -> io::Result<()> {
     let (signals, socket) = UnixStream::pair()?;
@@ -83,9 +97,7 @@ fn wait(mut signals: UnixStream, registered: &Mutex<Registered>) {
         }
         let groups = std::mem::take(&mut lock(registered).groups);
         let groups: Vec<_> = groups.iter().filter_map(Weak::upgrade).collect();
-        groups.iter().for_each(|core| core.executor.transport.leave());
-        // The job may hang, and be interrupted for that reason.
-        groups.iter().for_each(|core| core.save_trace());
+        leave(&groups);
         if let Err(error) = signal_hook::low_level::emulate_default_handler(signal) {
             log::error!("could not run the default action of signal {signal}: {error}");
         }

@@ -3,7 +3,7 @@
 //! # When a rank writes its trace
 //!
 //! If `BONFIRE_TRACE` names a folder, a rank writes its trace at its group's first failure, after it has told its
-//! peers, or when a signal interrupts it, after its goodbye message. The variable is read at that moment, in every kind
+//! peers, or when a signal interrupts it, while it leaves. The variable is read at that moment, in every kind
 //! of group. The file's name contains the group's random session number, so jobs do not overwrite each other's files.
 //!
 //! A rank that is stuck outside of any operation does not notice a failure, and writes a trace only if it is

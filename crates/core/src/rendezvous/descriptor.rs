@@ -19,9 +19,9 @@ use rustix::net::{
 };
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
-use crate::auth::{self, AcceptQueue, Identity, Prologue, Purpose, RETRY, Refusal};
+use crate::auth::{self, AcceptQueue, Identity, Prologue, Purpose, Refusal};
 use crate::control::invitation::random;
 use crate::transport::shm::Segment;
 
@@ -37,21 +37,17 @@ pub(super) fn listen() -> io::Result<(String, UnixListener)> {
     Ok((name, UnixListener::from_std(listener)?))
 }
 
-/// Sends the descriptor to every process that may have it, until dropped.
-pub(super) async fn serve(
-    listener: &UnixListener,
-    file: Arc<OwnedFd>,
-    identity: &Identity,
-) -> std::convert::Infallible {
+/// Sends the descriptor to every process that may have it, until dropped or out of descriptors.
+pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, identity: &Identity) -> io::Error {
     let accept_queue = AcceptQueue::new(identity.world_size);
     loop {
-        match listener.accept().await {
+        match accept_queue.accept(|| listener.accept()).await {
             Ok((stream, _)) => {
                 let (file, identity) = (file.clone(), identity.clone());
                 let send = |stream| async move { send_descriptor(stream, &file).await };
                 accept_queue.receive("a process that asks for shared memory", authenticate(stream, identity), send);
             }
-            Err(_) => sleep(RETRY).await,
+            Err(e) => return e,
         }
     }
 }

@@ -13,13 +13,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
-use tokio::sync::mpsc::{UnboundedSender, channel, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, channel, unbounded_channel};
 use tokio::task::yield_now;
-use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
+use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout_at};
 
 use super::dial::{FIRST_PAUSE, back_off, dial};
 use super::listen::{announced, bind, first_address, listen, listen_at, own_host};
-use super::neighbours::{is_star, neighbours};
+use super::neighbours::{fewest_connections, is_star, neighbours};
 use super::registration::{
     Answer, Hello, RegisteredRank, Registration, authenticate, common_transport, first_disconnect, hosts, read_hello,
     refuse, register, report_missing,
@@ -28,6 +28,7 @@ use super::{Settings, TransportKind, connection_ended};
 use crate::auth::{AcceptQueue, Identity, Listener, Purpose, RETRY};
 use crate::control::invitation::random;
 use crate::control::{ControlSetup, GroupStatus, MAX_DATA_CONNECTIONS, admit, frame};
+use crate::descriptors;
 use crate::report;
 use crate::sync::ENDLESS;
 use crate::types::{Error, RankList};
@@ -115,18 +116,24 @@ async fn coordinate(
     // The missing ranks of the last report.
     let (mut reported, mut ticks) = (Vec::new(), interval(REPORT_INTERVAL));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut refused = String::new();
+    if let Some(reason) = shortage(settings) {
+        // Each rank is told when it comes, so that all end for the same reason.
+        let all = refuse_latecomers(&listener, (accept_queue, &identity), (&registrations, &mut queue), &reason, n - 1);
+        let _ = timeout_at(deadline, all).await;
+        return Err(settings.failed(start, reason));
+    }
+    let mut short = false;
     while ranks.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| ranks[*rank].is_none()).collect();
         waiting_for.replace(format!("{} did not come; rank 0 {listens}", RankList(&missing)));
         let problem = tokio::select! {
             accepted = accept(&listener, accept_queue, &identity, &registrations) => {
-                if let Err(e) = accepted {
-                    refused = format!(" (cannot accept connections: {e}; see ulimit -n)");
-                }
-                None
+                accepted.err().map(|e| (format!("rank 0 cannot accept a connection: {e}"), None))
             }
-            Some(registration) = queue.recv() => register(&mut ranks, &settings.algorithms, registration).err(),
+            Some(registration) = queue.recv() => {
+                short |= registration.2.shortage.is_some();
+                register(&mut ranks, &settings.algorithms, registration).err()
+            }
             rank = first_disconnect(&ranks) => {
                 let others: Vec<usize> = missing.into_iter().filter(|other| *other != rank).collect();
                 let others = format!("{} had not", RankList(&others));
@@ -138,22 +145,22 @@ async fn coordinate(
                 None
             }
             () = sleep_until(deadline) => {
-                let missing = format!("{} did not come; rank 0 {listens}{refused}", RankList(&missing));
+                let missing = format!("{} did not come; rank 0 {listens}", RankList(&missing));
                 Some((timed_out(&missing, accept_queue, n), None))
             }
         };
         if let Some((reason, offender)) = problem {
-            refuse(ranks.into_iter().flatten().map(|rank| rank.stream).chain(offender), &reason).await;
-            // A rank that connects now would otherwise see its connection close without a reason.
-            let latecomers = async {
-                loop {
-                    tokio::select! {
-                        _ = accept(&listener, accept_queue, &identity, &registrations) => {}
-                        Some((stream, ..)) = queue.recv() => refuse([stream], &reason).await,
-                    }
-                }
+            let there: Vec<_> = ranks.into_iter().flatten().map(|rank| rank.stream).chain(offender).collect();
+            // A rank that connects now would otherwise see its connection close without a reason. If a rank lacks
+            // descriptors, all are told, as above.
+            let (limit, others) = match short {
+                true => (deadline, (n - 1).saturating_sub(there.len())),
+                false => (tokio::time::Instant::now() + LINGER, usize::MAX),
             };
-            let _: Result<(), _> = timeout(LINGER, latecomers).await;
+            refuse(there, &reason).await;
+            let own = (accept_queue, &identity);
+            let latecomers = refuse_latecomers(&listener, own, (&registrations, &mut queue), &reason, others);
+            let _ = timeout_at(limit, latecomers).await;
             return Err(settings.failed(start, reason));
         }
     }
@@ -195,25 +202,51 @@ async fn coordinate(
         connections,
         star,
         sole: false,
+        turn: Duration::ZERO,
         status,
     };
     Ok(Joined { setup, kind, hosts })
 }
 
-/// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`.
+/// Refuses ranks that register from now on, up to so many.
+async fn refuse_latecomers(
+    listener: &Listener,
+    (accept_queue, identity): (&Arc<AcceptQueue>, &Identity),
+    (registrations, queue): (&UnboundedSender<Registration>, &mut UnboundedReceiver<Registration>),
+    reason: &str,
+    ranks: usize,
+) {
+    let mut refused = 0;
+    while refused < ranks {
+        tokio::select! {
+            accepted = accept(listener, accept_queue, identity, registrations) => {
+                if accepted.is_err() {
+                    sleep(RETRY).await;
+                }
+            }
+            Some((stream, ..)) = queue.recv() => {
+                refuse([stream], reason).await;
+                refused += 1;
+            }
+        }
+    }
+}
+
+/// Returns why this rank has too few descriptors for the group, if it has too few.
+fn shortage(settings: &Settings) -> Option<String> {
+    let Settings { rank, world_size, full_mesh_limit, connections, .. } = *settings;
+    descriptors::shortage(rank, fewest_connections(rank, world_size, full_mesh_limit, connections))
+}
+
+/// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`. An
+/// error is a lack of descriptors.
 async fn accept(
     listener: &Listener,
     accept_queue: &Arc<AcceptQueue>,
     identity: &Identity,
     registrations: &UnboundedSender<Registration>,
 ) -> io::Result<()> {
-    let (stream, address) = match listener.accept().await {
-        Ok(accepted) => accepted,
-        Err(e) => {
-            sleep(RETRY).await;
-            return Err(e);
-        }
-    };
+    let (stream, address) = accept_queue.accept(|| listener.accept()).await?;
     let (registrations, identity) = (registrations.clone(), identity.clone());
     accept_queue.receive(
         address.ip().to_canonical(),
@@ -271,7 +304,7 @@ async fn participate(
         };
         let address = announced((settings, start), &listening, &zero)?;
         let (kind, algorithms) = (settings.requested_transport(), settings.algorithms.clone());
-        let hello = Hello { address, kind, algorithms, machine: machine.clone() };
+        let hello = Hello { address, kind, algorithms, machine: machine.clone(), shortage: shortage(settings) };
         waiting_for.replace("rank 0 is there, but some other rank did not come".into());
         let answered = async {
             frame::write(&mut zero, &hello).await?;
@@ -314,14 +347,14 @@ async fn participate(
     }
     let settings = Settings { full_mesh_limit, ..settings.clone() };
     let local = (identity, listener, accept_queue);
-    let connections = connect(&settings, local, addresses, &hosts, Some(zero), waiting_for).await?;
+    let connections = connect((&settings, start), local, addresses, &hosts, Some(zero), waiting_for).await?;
     Ok((Joined { setup: connections, kind, hosts }, full_mesh_limit))
 }
 
 /// Connects a rank to its neighbours at known addresses: dials the lower ones, except for rank 0 if `zero` is
 /// connected, and is dialled by the higher ones. Does not return while a neighbour is missing.
 pub(super) async fn connect(
-    settings: &Settings,
+    (settings, start): (&Settings, Instant),
     (identity, listener, accept_queue): (Identity, Listener, &Arc<AcceptQueue>),
     addresses: Vec<SocketAddr>,
     hosts: &[usize],
@@ -345,7 +378,11 @@ pub(super) async fn connect(
         }
         Ok::<_, Error>(below)
     };
-    let above = async { Ok(above(&listener, accept_queue, &identity, &status, wanted, waiting_for).await) };
+    let above = async {
+        let above = above(&listener, accept_queue, &identity, &status, wanted, waiting_for).await;
+        let cannot = |e| settings.failed(start, format!("rank {} cannot accept a connection: {e}", identity.rank));
+        above.map_err(cannot)
+    };
     let (below, above) = tokio::try_join!(below, above)?;
     let connections = below.into_iter().chain([None]).chain(above).collect();
     let star = is_star(identity.world_size, settings.full_mesh_limit);
@@ -357,11 +394,13 @@ pub(super) async fn connect(
         connections,
         star,
         sole: false,
+        turn: Duration::ZERO,
         status,
     })
 }
 
-/// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.
+/// Returns the connections of the ranks above this one, once all that are `wanted` have dialled. An error is a lack of
+/// descriptors.
 async fn above(
     listener: &Listener,
     accept_queue: &Arc<AcceptQueue>,
@@ -369,7 +408,7 @@ async fn above(
     status: &Arc<GroupStatus>,
     wanted: impl Fn(usize) -> bool,
     waiting_for: &RefCell<String>,
-) -> Vec<Option<TcpStream>> {
+) -> io::Result<Vec<Option<TcpStream>>> {
     let (rank, n) = (identity.rank, identity.world_size);
     let mut above: Vec<Option<TcpStream>> = (rank + 1..n).map(|_| None).collect();
     let (controls, mut queue) = channel(n);
@@ -378,16 +417,12 @@ async fn above(
         let missing = (rank + 1..).zip(&above).filter(|(peer, connection)| connection.is_none() && wanted(*peer));
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
         if missing.is_empty() {
-            return above;
+            return Ok(above);
         }
         waiting_for.replace(format!("{} did not connect to rank {rank}, which {listens}", RankList(&missing)));
         tokio::select! {
-            accepted = listener.accept() => {
-                let Ok((stream, address)) = accepted else {
-                    sleep(RETRY).await;
-                    continue;
-                };
-                admit(accept_queue, (stream, address), identity, status, &controls);
+            accepted = accept_queue.accept(|| listener.accept()) => {
+                admit(accept_queue, accepted?, identity, status, &controls);
                 yield_now().await;
             }
             Some((peer, stream)) = queue.recv() => {

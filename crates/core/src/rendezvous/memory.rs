@@ -207,7 +207,9 @@ async fn share_as_creator(
         Ok((segment, file, (_, listener))) => {
             let problem = tokio::select! {
                 answers = read_answers(creator, peers) => answers?,
-                never = serve(&listener, Arc::new(file), identity) => match never {},
+                e = serve(&listener, Arc::new(file), identity) => {
+                    Some((format!("rank {creator} cannot accept a connection: {e}"), true))
+                }
             };
             (Some(segment), problem)
         }

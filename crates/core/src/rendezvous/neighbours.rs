@@ -13,6 +13,15 @@ pub(super) fn is_star(world_size: usize, full_mesh_limit: usize) -> bool {
     world_size > full_mesh_limit
 }
 
+/// Returns how many connections `rank` will have at least, with so many data connections to a peer: control
+/// connections, and those of a small and of a large all_reduce over TCP.
+pub(super) fn fewest_connections(rank: usize, world_size: usize, full_mesh_limit: usize, data: usize) -> usize {
+    let control = if is_star(world_size, full_mesh_limit) && rank != 0 { 1 } else { world_size - 1 };
+    // Recursive doubling and halving need a peer for each bit, and a ring two.
+    let peers = (world_size.next_power_of_two().ilog2() as usize + 2).min(world_size - 1);
+    control + data * peers
+}
+
 /// Whether two ranks are connected from the start. In a star, rank 0 is connected to all ranks, and the lowest rank of
 /// each host to the host's other ranks, to which it passes their shared memory.
 pub(super) fn neighbours((one, other): (usize, usize), hosts: &[usize], full_mesh_limit: usize) -> bool {
@@ -32,6 +41,12 @@ mod tests {
         let pairs: Vec<_> = all.filter(|pair| neighbours(*pair, hosts, full_mesh_limit)).collect();
         assert!(pairs.iter().all(|(one, other)| pairs.contains(&(*other, *one))));
         pairs.into_iter().filter(|(one, other)| one < other).collect()
+    }
+
+    #[test]
+    fn rank_0_of_a_star_has_a_connection_to_each_rank_and_the_others_have_few() {
+        assert_eq!([0, 3].map(|rank| fewest_connections(rank, 4, 16, 1)), [6, 6]);
+        assert_eq!([0, 3].map(|rank| fewest_connections(rank, 1000, 16, 2)), [999 + 24, 1 + 24]);
     }
 
     #[test]

@@ -28,6 +28,8 @@ pub(super) struct Hello {
     pub algorithms: String,
     /// The name of its machine.
     pub machine: String,
+    /// Why it has too few descriptors for the group, if it has too few.
+    pub shortage: Option<String>,
 }
 
 /// Rank 0's answer.
@@ -101,6 +103,9 @@ pub(super) fn register(
         );
         return Err((reason, Some(stream)));
     }
+    if let Some(reason) = hello.shortage {
+        return Err((reason, Some(stream)));
+    }
     match ranks.get_mut(rank) {
         Some(slot @ None) if rank != 0 => {
             *slot = Some(RegisteredRank { stream, address: hello.address, kind: hello.kind, machine: hello.machine });
@@ -172,8 +177,10 @@ mod tests {
     #[test]
     fn fuzz_hellos() {
         let (address, machine) = ("10.0.0.1:29500".parse().unwrap(), "boot name net:[1] 0".to_owned());
-        let hello = Hello { address, kind: TransportKind::Auto, algorithms: "ring:0-".into(), machine };
-        let other = Hello { address: "[::1]:1".parse().unwrap(), kind: TransportKind::Tcp, ..hello.clone() };
+        let (kind, shortage) = (TransportKind::Auto, Some("rank 1 may have 32 open files".into()));
+        let hello = Hello { address, kind, algorithms: "ring:0-".into(), machine, shortage };
+        let (address, kind) = ("[::1]:1".parse().unwrap(), TransportKind::Tcp);
+        let other = Hello { address, kind, shortage: None, ..hello.clone() };
         bonfire_testing::fuzz::fuzz_frames("hello", &[hello, other]);
     }
 

@@ -306,6 +306,7 @@ impl ProcessGroup {
                             }
                         }
                         error = final_error(&failed) => return Err(ShrinkFailure::Error(error)),
+                        error = self.tcp.lacks_descriptors() => return Err(ShrinkFailure::Error(error)),
                         () = sleep_until(look_again) => {}
                     }
                 }
@@ -348,7 +349,7 @@ impl ProcessGroup {
         let accept_queue = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
         let hosts = hosts_of(members, &self.hosts);
         let endpoint = (identity, listener, &accept_queue);
-        let setup = join::connect(&settings, endpoint, addresses, &hosts, None, waiting_for).await?;
+        let setup = join::connect((&settings, start), endpoint, addresses, &hosts, None, waiting_for).await?;
         let joined = Joined { setup, kind: self.kind, hosts };
         Connected::share(settings, start, joined).await
     }

@@ -18,7 +18,9 @@ impl OwnRuntime {
         let build = || Builder::new_current_thread().enable_all().build();
         // With its feature `signal`, which any package of the program may enable, tokio panics if it gets no sockets.
         let Ok(runtime) = std::panic::catch_unwind(build) else {
-            let reason = std::io::Error::other("tokio panicked for lack of sockets: see its message");
+            let reason = std::io::Error::other(
+                "tokio panicked for lack of sockets, most likely of open files (ulimit -n): see its message",
+            );
             return Err(Error::io("starting a runtime", reason));
         };
         runtime.map(|runtime| OwnRuntime(Some(runtime))).map_err(|e| Error::io("starting a runtime", e))

@@ -85,6 +85,7 @@ impl Shm {
     /// The endpoint of the group's rank `members[rank]`. The segment has a share for each member.
     pub fn new(segment: Segment, rank: usize, members: Vec<usize>, tcp: Arc<Tcp>) -> Shm {
         assert!(rank < members.len() && members.len() == segment.world_size(), "a share for each member");
+        segment.populate(rank);
         let segment = Arc::new(segment);
         let shared = segment.clone();
         tcp.status().set_alarm(move || shared.control(rank).sleeper.0.ring());

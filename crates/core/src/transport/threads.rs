@@ -11,7 +11,7 @@
 mod mailbox;
 mod regrouping;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
@@ -41,8 +41,8 @@ struct Shared {
     bell: Bell,
     /// Why the group failed, and the value of `arrived` at that moment.
     failure: Mutex<Option<(Fault, u64)>>,
-    /// The mailbox from rank `i` to rank `j` is at `i * world_size + j`.
-    mailboxes: Box<[Mailbox]>,
+    /// By sender, once one of its mailboxes is used: those to all ranks. Most groups use none.
+    mailboxes: Box<[OnceLock<Box<[Mailbox]>>]>,
     regrouping: Regrouping,
     /// There are more ranks than processors.
     oversubscribed: bool,
@@ -123,7 +123,7 @@ impl ThreadEndpoint {
             left: CachePadded(AtomicU64::new(0)),
             bell: Bell::default(),
             failure: Mutex::new(None),
-            mailboxes: (0..world_size * world_size).map(|_| Mailbox::default()).collect(),
+            mailboxes: (0..world_size).map(|_| OnceLock::new()).collect(),
             regrouping: Regrouping::new(world_size),
             oversubscribed: oversubscribed(world_size),
         });
@@ -246,6 +246,9 @@ impl Shared {
         }
         drop(failure);
         self.bell.ring();
+        if aborted.is_ok() {
+            self.mailboxes.iter().filter_map(OnceLock::get).flatten().for_each(Mailbox::ring);
+        }
         aborted.is_ok()
     }
 
@@ -266,14 +269,22 @@ impl Shared {
 
     fn fail(&self, error: &Error) {
         self.abort(FAILED, Fault::Failed(error.for_peers()));
-        self.mailboxes.iter().for_each(Mailbox::ring);
     }
 
     fn leave(&self, rank: usize) {
         let how = if std::thread::panicking() { PANICKED } else { LEFT };
         self.ranks[rank].presence.store(how, Ordering::Release);
         self.bell.ring();
-        self.mailboxes.iter().for_each(Mailbox::ring);
+        // Only they wait for this rank. A rank that makes its mailboxes after this look finds this rank gone: that ring
+        // has a SeqCst fence before the look, and `Bell::sleep` one after the mailboxes are made.
+        for (from, to_all) in self.mailboxes.iter().enumerate() {
+            let Some(to_all) = to_all.get() else { continue };
+            if from == rank {
+                to_all.iter().for_each(Mailbox::ring);
+            } else {
+                to_all[rank].ring();
+            }
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! Errors, in terms that a caller can act on.
 
+mod peers;
+
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -265,14 +267,6 @@ impl Error {
     /// Creates an [`Error::Io`] with this source.
     pub fn io(operation: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         Error::Io { operation: operation.into(), reason: source.to_string(), source: Some(Cause(Arc::new(source))) }
-    }
-
-    /// Returns the error as other ranks see it: as text, without its source.
-    pub(crate) fn for_peers(&self) -> Self {
-        match self.clone() {
-            Error::Io { operation, reason, .. } => Error::Io { operation, reason, source: None },
-            error => error,
-        }
     }
 
     /// Creates an [`Error::Broken`].

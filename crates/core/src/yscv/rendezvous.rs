@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-use crate::auth::{self, AcceptQueue, RETRY, Refusal};
+use crate::auth::{self, AcceptQueue, Refusal};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::types::{Error, RankList};
 
@@ -55,8 +55,9 @@ impl Rendezvous {
             let listener = self.listen(source).await?;
             while !registered.full(world_size) {
                 tokio::select! {
-                    accepted = listener.accept() => {
-                        accepted_count += usize::from(accepted.is_ok());
+                    accepted = accept_queue.accept(|| listener.accept()) => {
+                        let accepted = accepted.map_err(|e| self.failed(format!("cannot accept a connection: {e}")))?;
+                        accepted_count += 1;
                         registered.receive(accepted, world_size, &accept_queue).await;
                     }
                     () = registered.changed.notified() => {}
@@ -182,11 +183,10 @@ impl Workers {
     /// Reads the rank of a new connection in the background.
     async fn receive(
         &self,
-        accepted: io::Result<(tokio::net::TcpStream, SocketAddr)>,
+        (stream, address): (tokio::net::TcpStream, SocketAddr),
         world_size: usize,
         accept_queue: &Arc<AcceptQueue>,
     ) {
-        let Ok((stream, address)) = accepted else { return sleep(RETRY).await };
         let registered = self.clone();
         accept_queue.receive(address.ip(), read_rank(stream, world_size), |(rank, stream)| async move {
             registered.insert(rank, stream)

@@ -46,8 +46,7 @@ pub fn main() {
     } else {
         vec![report(&orders, Builder::connect)]
     };
-    // Counting what is left needs descriptors, too.
-    lift(Resource::Nofile);
+    // Counting what is left needs memory, too.
     lift(Resource::As);
     let report = ChildReport { reports, leaks: before.leaks() };
     send_line(serde_json::to_string(&report).expect("reports are plain data"));
@@ -82,7 +81,7 @@ fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + 
         let rank = || {
             let began = Instant::now();
             if let Some(files) = orders.files {
-                limit(Resource::Nofile, count("/proc/self/fd") as u64 + files);
+                limit_files(files);
             }
             if let Some(memory) = orders.memory {
                 limit(Resource::As, address_space() + memory);
@@ -247,7 +246,7 @@ fn in_subgroups(group: &Group) -> Result<(), StepError> {
 fn perform(act: &Act) {
     match *act {
         Act::Sleep(long) => thread::sleep(long),
-        Act::Files(more) => limit(Resource::Nofile, count("/proc/self/fd") as u64 + more),
+        Act::Files(more) => limit_files(more),
         Act::Clock(offset) => {
             let seconds = || UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
             machine::set_clock(0);
@@ -297,6 +296,13 @@ fn is_sticky(group: &Group, error: &Error) -> bool {
     // A message to oneself is rejected before anything else is checked.
     let refused = |later: &Result<(), Error>| matches!(later, Err(Error::InvalidArgument { .. })) && group.rank() == 0;
     group.failure().as_ref() == Some(error) && later.iter().all(|later| later.as_ref() == Err(error) || refused(later))
+}
+
+/// Allows so many descriptors more than now, and the one that counting needs. Connecting raises the soft limit to the
+/// hard one.
+fn limit_files(more: u64) {
+    let most = Some(count("/proc/self/fd") as u64 + more);
+    setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).expect("a process may lower its limits");
 }
 
 fn limit(resource: Resource, to: u64) {

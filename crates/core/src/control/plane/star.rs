@@ -9,11 +9,7 @@ use crate::control::connection::{Connection, Event, Frame};
 use crate::control::hub::Hub;
 use crate::control::message::{Message, apply_message};
 use crate::control::shrink::PeerEvent;
-use crate::types::Site;
-
-/// Heartbeats that the other ranks wait after rank 0 has left, before they connect to each other. At the end of a job,
-/// all ranks leave within this time.
-const HUB_GRACE: u32 = 2;
+use crate::types::{Error, Site};
 
 /// Heartbeats without a new connection after which a rank knocks at the higher ranks that have not dialled, to find out
 /// whether they are alive and to make them dial. The shortest [`HeartbeatTimeout`] leaves them one more heartbeat.
@@ -42,10 +38,8 @@ impl Control {
         match self.hub() {
             Some(hub) if !again => hub.send(question),
             Some(_) => {}
-            None => {
-                self.form_mesh();
-                self.fan_out(&question, None);
-            }
+            // Ranks that are not connected yet are asked when they are.
+            None => self.fan_out(&question, None),
         }
     }
 
@@ -87,10 +81,12 @@ impl Control {
     pub(super) fn fail(&mut self, message: Message) {
         let is_hub = self.is_hub();
         let Some(star) = &mut self.star else { return self.fan_out(&Frame::Own(message), None) };
+        // A rank that finds that rank 0 has left tells no news.
+        let is_news = !matches!(message, Message::Failed(Error::Left { rank: 0, .. }, _));
         let known = star.failure_known;
         // The failure of rank 0 reaches the other ranks in order with all other messages of rank 0.
         star.failure_known |= is_hub;
-        let alone = !is_hub && !known && star.hub != Hub::Serves;
+        let alone = is_news && !is_hub && !known && star.hub != Hub::Serves;
         if !is_hub && !known {
             star.replay.push(message.clone());
         }
@@ -148,7 +144,7 @@ impl Control {
             return self.fan_out(&Frame::Meet, None);
         }
         // Ranks that left with rank 0 are then noticed at once.
-        let knock_now = matches!(star.hub, Hub::Left(_));
+        let knock_now = star.hub == Hub::Left;
         let mut to_dial = Vec::new();
         for (peer, connection) in self.connections.iter_mut().enumerate() {
             if peer == rank || !matches!(connection, Connection::Absent) {
@@ -163,11 +159,22 @@ impl Control {
         to_dial.into_iter().for_each(|peer| self.dial(peer));
     }
 
+    /// A lower rank knocks, to be dialled. It dials or knocks at all others itself, so it needs no more than this.
+    pub(super) fn knocked(&mut self, peer: usize) {
+        let Some(star) = &mut self.star else { return };
+        if matches!(self.connections[peer], Connection::Absent) {
+            star.idle_ticks = 0;
+            self.connections[peer] = Connection::Pending(Vec::new());
+            self.dial(peer);
+        }
+    }
+
     /// Dials a lower rank. A higher rank is only knocked at, and then dials.
     pub(super) fn dial(&mut self, peer: usize) {
         let (identity, address, events) = (self.identity.clone(), self.addresses[peer], self.events.clone());
+        let status = self.status.clone();
         self.dials.spawn(async move {
-            let event = match dial(&identity, peer, address).await {
+            let event = match dial(&identity, (peer, address), &status).await {
                 Ok(_) if peer > identity.rank => return,
                 Ok(stream) => Event::Dialled(stream),
                 Err(event) => event,
@@ -232,7 +239,7 @@ impl Control {
             Frame::Meet if from_hub => self.form_mesh(),
             Frame::Leaves if from_hub => {
                 for star in self.star.iter_mut().filter(|star| star.hub == Hub::Serves) {
-                    star.hub = Hub::Left(HUB_GRACE);
+                    star.hub = Hub::Left;
                 }
                 if let Connection::Open(hub) = &self.connections[peer] {
                     hub.send(Frame::Through);
@@ -277,7 +284,7 @@ impl Control {
     /// Rank 0 has sent its goodbye, in order or because it panicked.
     pub(super) fn hub_left(&mut self, panicked: bool) {
         let Some(star) = &mut self.star else { return };
-        star.hub = if panicked { Hub::Lost } else { Hub::Left(HUB_GRACE) };
+        star.hub = if panicked { Hub::Lost } else { Hub::Left };
         // All ranks see the panic of rank 0.
         star.failure_known |= panicked;
         if panicked || star.has_failed() && !star.failure_known {
@@ -308,13 +315,7 @@ impl Control {
         let Some(star) = &mut self.star else { return };
         star.uncertain |= suspended;
         star.idle_ticks += 1;
-        if let Hub::Left(ticks) = &mut star.hub {
-            *ticks = ticks.saturating_sub(1);
-            if *ticks == 0 {
-                self.form_mesh();
-            }
-        }
-        let idle_ticks = self.star.as_ref().map_or(0, |star| if star.is_mesh { star.idle_ticks } else { 0 });
+        let idle_ticks = star.idle_ticks;
         for peer in 0..self.connections.len() {
             if !matches!(self.connections[peer], Connection::Pending(_)) {
                 continue;

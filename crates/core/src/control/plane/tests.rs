@@ -3,7 +3,7 @@
 use bonfire_testing::transport::Random;
 
 use super::*;
-use crate::types::{Call, DType, Operation};
+use crate::types::{Call, DType, Error, Operation};
 
 /// What a rank does next, and in which operation.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ impl Network {
             addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); n],
             status: Arc::new(GroupStatus::new(n).unwrap()),
             connections: (0..n).map(|peer| connection(rank, peer)).collect(),
-            detector: FailureDetector::new(n, timeout),
+            detector: FailureDetector::new(n, timeout, Duration::ZERO),
             events: channel(1).0,
             writing: JoinSet::new(),
             dials: JoinSet::new(),
@@ -111,6 +111,41 @@ impl Network {
 
 fn site(sequence: u64, count: usize) -> Site {
     Site { sequence, call: Call::new(Operation::AllReduce, DType::F32, count) }
+}
+
+/// Rank 0 leaves in order, and all ranks hear of it.
+fn rank_0_leaves(network: &mut Network) {
+    let goodbye = Message::Goodbye { panicked: false };
+    network.ranks[0].leave(&goodbye);
+    network.settle();
+    assert!(!network.ranks[0].must_linger(), "all have nothing more to relay");
+    network.ranks[0].fan_out(&Frame::Own(goodbye), None);
+    network.settle();
+}
+
+#[test]
+fn ranks_that_rank_0_has_left_connect_to_each_other_only_if_one_waits() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let mut network = Network::star(200, 1);
+    rank_0_leaves(&mut network);
+    let pending = |rank: &Control| {
+        rank.connections.iter().filter(|connection| matches!(connection, Connection::Pending(_))).count()
+    };
+    for rank in &mut network.ranks[1..] {
+        // They find that rank 0 has left, which is no news, and go on for longer than any timeout.
+        let error = Error::Left { site: site(0, 1), rank: 0 };
+        rank.handle_outgoing(ControlRequest::Failed(error, 0));
+        (0..100).for_each(|_| rank.tick());
+        assert!(rank.status.has_left(0) && pending(rank) == 0, "rank {}", rank.rank());
+        assert!(!rank.must_linger());
+    }
+    let _within = runtime.enter();
+    network.ranks[70].handle_outgoing(ControlRequest::Meet);
+    assert_eq!(pending(&network.ranks[70]), 198);
+    // It knocks at the higher ranks. They dial no other.
+    network.ranks[71].knocked(70);
+    assert!(matches!(network.ranks[71].connections[70], Connection::Pending(_)));
+    assert_eq!(pending(&network.ranks[71]), 1);
 }
 
 #[test]

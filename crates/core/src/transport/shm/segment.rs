@@ -60,6 +60,9 @@ const CHECKED: u64 = 64 << 20;
 /// Bytes that are left to the rest of the program.
 const RESERVE: u64 = 16 << 20;
 
+/// Bytes of shares up to which each rank takes the page faults of all: those of about 60 ranks.
+const POPULATED: usize = 64 << 20;
+
 /// Offset of a rank's window in its share, behind the control part.
 const CONTROL: usize = size_of::<Control>().next_multiple_of(PAGE);
 
@@ -149,10 +152,6 @@ impl Segment {
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, flags, &file, 0)? };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         let segment = Segment { base, world_size, block: block(world_size), share: share(world_size), arena, file };
-        // Populates the shares now, so that no operation pays for page faults.
-        let flags = flags | MapFlags::POPULATE | MapFlags::FIXED;
-        // SAFETY: this replaces the shares' part of the mapping just made by the same, and nothing uses it yet.
-        unsafe { rustix::mm::mmap(base.as_ptr().cast(), shares(world_size), access, flags, &segment.file, 0)? };
         if arena > 0 {
             // SAFETY: advice that changes no memory; the arenas are behind the shares in the mapping.
             unsafe {
@@ -166,6 +165,22 @@ impl Segment {
 
     pub fn world_size(&self) -> usize {
         self.world_size
+    }
+
+    /// Takes the page faults of `rank` now, so that operations do not pay for them: of all shares where they are few,
+    /// else of those parts that every operation uses. The shares of hundreds of ranks are hundreds of MiB, and as many
+    /// ranks would each take the faults of all.
+    pub fn populate(&self, rank: usize) {
+        let populate = |at: *mut u8, bytes: usize| {
+            // SAFETY: advice that changes nothing in the shares; the ranges below are within them. Before Linux 5.14 it
+            // fails, and the faults come one by one later.
+            let _ = unsafe { rustix::mm::madvise(at.cast(), bytes, Advice::LinuxPopulateWrite) };
+        };
+        if shares(self.world_size) <= POPULATED {
+            return populate(self.share_of(0), shares(self.world_size));
+        }
+        (0..self.world_size).for_each(|peer| populate(self.share_of(peer), CONTROL));
+        populate(self.share_of(rank), self.share);
     }
 
     fn share_of(&self, rank: usize) -> *mut u8 {
@@ -314,6 +329,28 @@ mod tests {
                 }
             }
             assert!(end <= base + size, "{n} ranks");
+        }
+    }
+
+    /// Bytes of the shares that this process has in its page tables.
+    fn resident(segment: &Segment) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let begin = format!("{:x}-", segment.base.as_ptr() as usize);
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&begin));
+        let kib = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        kib.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+    }
+
+    #[test]
+    fn a_rank_takes_the_page_faults_of_all_shares_only_if_they_are_few() {
+        for n in [3, 80] {
+            let (segment, _file) = Segment::create(n).unwrap();
+            assert!(resident(&segment) < share(n), "{n} ranks");
+            segment.populate(2);
+            let few = shares(n) <= POPULATED;
+            assert_eq!(n == 3, few);
+            let all = if few { shares(n) } else { (n - 1) * CONTROL + share(n) };
+            assert_eq!(resident(&segment), all, "{n} ranks");
         }
     }
 

@@ -9,6 +9,7 @@ use rustix::event::PollFlags;
 use super::link::{Link, disconnected, wait_ready};
 use crate::auth::{Identity, Prologue, Purpose, Refusal, dial_blocking, open_blocking};
 use crate::control::{CONNECT_TIMEOUT, RETRY, Watch, is_own};
+use crate::descriptors;
 use crate::types::{Error, Fault};
 
 /// Opens `connections` connections to `peer` and waits until it confirms that it has taken them over. From then on this
@@ -39,12 +40,13 @@ fn connect(
         let stream = match open_blocking(identity.secret.as_ref(), address, limit)? {
             Ok(stream) => stream,
             Err(e) if e.kind() == ErrorKind::TimedOut => {
-                watch.tick(peer)?;
+                watch.tick_connected(peer)?;
                 continue;
             }
             // This process or machine lacks a resource. The peer is not at fault, and is not reported as lost.
             Err(e) if is_own(&e) => {
-                let operation = format!("rank {} connecting to rank {peer} for data", identity.rank);
+                let operation = format!("connecting to rank {peer} for data");
+                let e = if descriptors::is_shortage(&e) { descriptors::explained(e) } else { e };
                 return Err(Fault::Failed(Error::io(operation, e)));
             }
             // A peer that has left, or that failed and closed, no longer listens.
@@ -63,11 +65,11 @@ fn connect(
             // A listener with too many unauthenticated connections closes those that have waited longest.
             Err(DialError::Refused(Refusal::Io(e))) => {
                 log::debug!("connecting to rank {peer} for data again: {e}");
-                watch.status().sleep(Instant::now() + RETRY, || watch.status().absence(peer).is_some());
-                if let Some(fault) = watch.status().absence(peer) {
+                watch.status().sleep(Instant::now() + RETRY, || watch.absence(peer).is_some());
+                if let Some(fault) = watch.absence(peer) {
                     return Err(fault);
                 }
-                watch.tick(peer)?;
+                watch.tick_connected(peer)?;
             }
             Err(DialError::Refused(refusal)) => {
                 return Err(disconnected(peer, &cannot_connect(&refusal), watch));
@@ -105,7 +107,7 @@ fn read(mut stream: &TcpStream, bytes: &mut [u8], peer: usize, watch: &mut Watch
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
                 if !wait_ready([(stream, PollFlags::IN)].into_iter(), watch) {
-                    watch.tick(peer).map_err(DialError::Fault)?;
+                    watch.tick_connected(peer).map_err(DialError::Fault)?;
                 }
             }
             Err(e) => return Err(Refusal::Io(e).into()),

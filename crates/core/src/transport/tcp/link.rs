@@ -216,7 +216,7 @@ pub(super) fn drive(
         if wait_ready(sending.chain(receiving), watch) {
             watch.check(waiting_for)?;
         } else {
-            watch.tick(waiting_for)?;
+            watch.tick_connected(waiting_for)?;
         }
     }
 }
@@ -241,8 +241,7 @@ fn moved_bytes(result: std::io::Result<usize>, peer: usize, watch: &Watch<'_>) -
     }
 }
 
-/// The longest wait for the control connection to tell why a data connection ended. In a star that rank 0 has left,
-/// ranks know of each other only once they have connected.
+/// The longest wait for the control connection to tell why a data connection ended.
 const MOMENT: Duration = Duration::from_secs(5);
 
 /// The fault of an operation whose data connection to `peer` ended. The control connection tells a moment later whether
@@ -250,8 +249,9 @@ const MOMENT: Duration = Duration::from_secs(5);
 /// be well, and is not reported as lost.
 pub(super) fn disconnected(peer: usize, reason: &str, watch: &Watch<'_>) -> Fault {
     let status = watch.status();
-    status.sleep(Instant::now() + MOMENT.min(watch.remaining()), || status.absence(peer).is_some());
-    status.absence(peer).unwrap_or_else(|| watch.disconnected(peer, reason))
+    watch.meet();
+    status.sleep(Instant::now() + MOMENT.min(watch.remaining()), || watch.absence(peer).is_some());
+    watch.absence(peer).unwrap_or_else(|| watch.disconnected(peer, reason))
 }
 
 /// Sleeps until one of at most `2 * MAX_DATA_CONNECTIONS` sockets is ready, the group fails, or the watch's pause is

@@ -45,7 +45,8 @@ impl Mailbox {
 
 impl ThreadEndpoint {
     fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
-        &self.shared.mailboxes[from * self.shared.ranks.len() + to]
+        let to_all = || (0..self.shared.ranks.len()).map(|_| Mailbox::default()).collect();
+        &self.shared.mailboxes[from].get_or_init(to_all)[to]
     }
 
     fn offer_letter(&self, tag: &Site, to: usize, bytes: &[u8]) {
