@@ -28,7 +28,8 @@ impl Listener {
     /// that is free at all of them. Also returns the machine's addresses that are in use.
     ///
     /// # Errors
-    /// If no address is left: the first error, if possible other than that this machine has no such address.
+    /// If no address is left: what is wrong with each. The kind is that of the first error, if possible other than that
+    /// this machine has no such address.
     pub fn bind(addresses: &[SocketAddr]) -> io::Result<(Listener, Vec<SocketAddr>)> {
         let mut tries = 0;
         loop {
@@ -41,8 +42,7 @@ impl Listener {
     }
 
     fn bind_once(addresses: &[SocketAddr]) -> io::Result<(Listener, Vec<SocketAddr>)> {
-        let (mut sockets, mut in_use, mut error): (Vec<TcpListener>, _, Option<io::Error>) = (vec![], vec![], None);
-        let mut port = 0;
+        let (mut sockets, mut failed, mut port): (Vec<TcpListener>, _, _) = (Vec::new(), Vec::new(), 0);
         for (number, address) in addresses.iter().enumerate() {
             if addresses[..number].contains(address) {
                 continue;
@@ -56,19 +56,14 @@ impl Listener {
                     port = socket.local_addr()?.port();
                     sockets.push(socket);
                 }
-                Err(e) => {
-                    if e.kind() == ErrorKind::AddrInUse {
-                        in_use.push(address);
-                    }
-                    if error.as_ref().is_none_or(|e| e.kind() == ErrorKind::AddrNotAvailable) {
-                        error = Some(e);
-                    }
-                }
+                Err(e) => failed.push((address, e)),
             }
         }
         if sockets.is_empty() {
-            return Err(error.unwrap_or_else(|| ErrorKind::AddrNotAvailable.into()));
+            return Err(all_failed(failed));
         }
+        failed.retain(|(_, e)| e.kind() == ErrorKind::AddrInUse);
+        let in_use = failed.into_iter().map(|(address, _)| address).collect();
         Ok((Listener { sockets, next: AtomicUsize::new(0) }, in_use))
     }
 
@@ -98,6 +93,19 @@ impl Listener {
     pub fn keep(&self) -> io::Result<Vec<OwnedFd>> {
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned()).collect()
     }
+}
+
+/// Returns the error of addresses that all failed. That of a single one is left as it is.
+fn all_failed(mut failed: Vec<(SocketAddr, io::Error)>) -> io::Error {
+    if failed.len() == 1
+        && let Some((_, only)) = failed.pop()
+    {
+        return only;
+    }
+    let mut kinds = failed.iter().map(|(_, e)| e.kind());
+    let kind = kinds.find(|kind| *kind != ErrorKind::AddrNotAvailable).unwrap_or(ErrorKind::AddrNotAvailable);
+    let all: Vec<String> = failed.iter().map(|(address, e)| format!("{address}: {e}")).collect();
+    io::Error::new(kind, all.join(", "))
 }
 
 /// Listens at one address. That of all addresses of IPv6 covers IPv4 too.
@@ -150,6 +158,8 @@ mod tests {
             assert_eq!((listener.addresses().unwrap(), in_use), (vec![free], vec![taken]));
             let kind = |addresses: &[SocketAddr]| Listener::bind(addresses).err().unwrap().kind();
             assert_eq!(kind(&[elsewhere, taken]), ErrorKind::AddrInUse);
+            let both = Listener::bind(&[elsewhere, taken]).err().unwrap().to_string();
+            assert!(both.contains(&format!("{elsewhere}: ")) && both.contains(&format!("{taken}: ")), "{both}");
             assert_eq!(kind(&[elsewhere]), ErrorKind::AddrNotAvailable);
             assert_eq!(kind(&[]), ErrorKind::AddrNotAvailable);
         });

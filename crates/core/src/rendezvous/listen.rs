@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 
 use super::dial::{FIRST_PAUSE, back_off, resolve};
 use super::{Settings, interface};
-use crate::auth::{Listener, require_secret};
+use crate::auth::{Listener, Seen, Tally, require_secret};
 use crate::types::Error;
 
 /// Returns rank 0's listener and the address that it announces. The announced address holds only the port unless an
@@ -19,7 +19,7 @@ pub(super) async fn listen(
     waiting_for: &RefCell<String>,
 ) -> Result<(Listener, SocketAddr), Error> {
     let chosen = if settings.spans_hosts() { interface::chosen(settings)? } else { None };
-    let (mut pause, mut warned) = (FIRST_PAUSE, String::new());
+    let (mut pause, mut tried) = (FIRST_PAUSE, Tally::default());
     let listener = loop {
         let bound = match resolve(&settings.address).await {
             // Rank 0's name may resolve to loopback on its own host and not on the others. A configured interface need
@@ -33,21 +33,24 @@ pub(super) async fn listen(
             Ok(addresses) => Ok(bind_to(settings, &addresses)?),
             Err(reason) => Err(reason),
         };
-        let reason = match bound {
+        let (reason, remedy) = match bound {
             Ok(Ok(listener)) => break listener,
-            // An earlier job may listen there until it has ended.
-            Ok(Err(e)) if e.kind() == io::ErrorKind::AddrInUse => cannot_listen(&settings.address, &e),
-            // The name may still resolve to another machine, which this one replaces.
-            Ok(Err(e)) if e.kind() == io::ErrorKind::AddrNotAvailable && is_name(&settings.address) => {
-                cannot_listen(&settings.address, &e)
+            // An earlier job may listen there until it has ended. Or the name may still resolve to another machine,
+            // which this one replaces.
+            Ok(Err(e))
+                if e.kind() == io::ErrorKind::AddrInUse
+                    || e.kind() == io::ErrorKind::AddrNotAvailable && is_name(&settings.address) =>
+            {
+                (e.to_string(), remedy(e.kind()))
             }
             Ok(Err(e)) => return Err(settings.failed(start, cannot_listen_at_own_address(settings, &e))),
-            Err(reason) => reason,
+            Err(reason) => (reason, ""),
         };
-        if reason != warned {
-            log::warn!("rank 0 retries: {reason}");
-            warned.clone_from(&reason);
+        let address = &settings.address;
+        if tried.add(address, &reason, true) == Seen::First {
+            log::warn!("rank 0 retries: cannot listen at {address}: {reason}{remedy}");
         }
+        let reason = format!("cannot listen at {address}: tried {tried}{remedy}");
         waiting_for.replace(match &settings.source.address {
             Some(chosen) => format!("{reason}; {chosen}, and BONFIRE_ADDRESS overrides both"),
             None => reason,
@@ -164,12 +167,15 @@ fn cannot_listen_at_own_address(settings: &Settings, e: &io::Error) -> String {
 }
 
 fn cannot_listen(address: &str, e: &io::Error) -> String {
-    let remedy = match e.kind() {
+    format!("cannot listen at {address}: {e}{}", remedy(e.kind()))
+}
+
+fn remedy(kind: io::ErrorKind) -> &'static str {
+    match kind {
         io::ErrorKind::AddrInUse => "; end the job that still listens there or choose another port",
         io::ErrorKind::AddrNotAvailable => "; give an address that this machine has",
         _ => "",
-    };
-    format!("cannot listen at {address}: {e}{remedy}")
+    }
 }
 
 /// Whether the host part has to be looked up.

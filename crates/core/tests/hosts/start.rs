@@ -134,7 +134,7 @@ const FAILING: [Failing; 8] = [
         what: "a server that stays",
         server: true,
         says: [
-            &["cannot listen at 10.78.1.1:PORT", "end the job that still listens there"],
+            &["tried 10.78.1.1:PORT (", ": Address already in use", "end the job that still listens there"],
             &["tried 10.78.1.1:PORT (", ": it does not speak Bonfire's protocol"],
         ],
         ..SILENT
