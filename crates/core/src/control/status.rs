@@ -255,7 +255,9 @@ impl GroupStatus {
     /// Returns the error of an operation that waits for peers which may wait for a connection to this rank, while it
     /// lacks descriptors for one.
     pub fn shortage(&self) -> Option<Error> {
-        self.state().shortage.clone()
+        let shortage = self.state().shortage.clone()?;
+        // The program may have closed files since, and the control thread has not tried again.
+        self.wake.1.try_clone().is_err().then_some(shortage)
     }
 
     /// Adds data connection `number` of `of` from `peer`. `of` is small.
