@@ -135,10 +135,9 @@ impl AcceptQueue {
         waiting.retain(|other| !other.task.is_finished() && !other.proved.load(Ordering::Relaxed));
         let own = waiting.iter().filter(|other| other.queue == self.number).count();
         let of_this_queue = waiting.iter().position(|other| own >= self.capacity && other.queue == self.number);
-        if of_this_queue.is_some() || waiting.len() >= descriptors::strangers() {
-            if let Some(oldest) = waiting.remove(of_this_queue.unwrap_or(0)) {
-                oldest.task.abort();
-            }
+        let is_full = of_this_queue.is_some() || waiting.len() >= descriptors::strangers();
+        if is_full && let Some(oldest) = waiting.remove(of_this_queue.unwrap_or(0)) {
+            oldest.task.abort();
         }
         waiting.push_back(Waiting { queue: self.number, task: task.abort_handle(), proved });
     }

@@ -29,7 +29,7 @@ const SEND: &[c_int] = &[
 const RECEIVE: &[c_int] =
     &[EAGAIN, EBADF, ECONNREFUSED, ECONNRESET, EFAULT, EINVAL, ENOMEM, ENOTCONN, ENOTSOCK, ETIMEDOUT];
 
-/// No rank calls `timerfd_create`.
+/// No rank calls `timerfd_create`, `uname` or `poll`.
 #[rustfmt::skip]
 pub const CALLS: &[Call] = &[
     own("memfd_create", SYS_memfd_create, &[EFAULT, EINVAL, EMFILE, ENFILE, ENOMEM, EPERM]),
@@ -47,7 +47,7 @@ pub const CALLS: &[Call] = &[
     own("futex", SYS_futex, &[
         EACCES, EAGAIN, EFAULT, EINTR, EINVAL, ENFILE, ENOMEM, ENOSYS, EPERM, ESRCH, ETIMEDOUT,
     ]),
-    own("poll", SYS_poll, &[EFAULT, EINTR, EINVAL, ENOMEM]),
+    own("ppoll", SYS_ppoll, &[EFAULT, EINTR, EINVAL, ENOMEM]),
     own("sendmsg", SYS_sendmsg, &[
         EACCES, EAGAIN, EBADF, ECONNRESET, EFAULT, EINTR, EINVAL, EMSGSIZE, ENOBUFS, ENOMEM, ENOTCONN, ENOTSOCK, EPIPE,
     ]),
@@ -95,7 +95,6 @@ pub const CALLS: &[Call] = &[
         ENOENT, ENOMEM, ENOTDIR, ENXIO, EOVERFLOW, EPERM,
     ]),
     any("ioctl", SYS_ioctl, &[EBADF, EFAULT, EINVAL, ENOTTY]),
-    any("uname", SYS_uname, &[EFAULT]),
     // Rust's standard library panics on the other errors, when it makes a hash map.
     any("getrandom", SYS_getrandom, &[EINTR, ENOSYS]),
 ];
