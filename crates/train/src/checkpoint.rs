@@ -164,10 +164,11 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: that of its snapshot; [`Error::Io`] if a file cannot
     /// be written, because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same
-    /// position in the data, if they differ in what each saves a part of or in the score, if that is not finite, if they do
-    /// not share the folder, if it was opened to load only, or if another job has taken it over, which it names. The
-    /// sets before are unchanged, and the ranks can save again. The error of a save in the background, which then was
-    /// the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    /// position in the data, if they differ in what each saves a part of or in the score, if that is not finite, if
+    /// they do not share the folder, if it was opened to load only, or if another job has taken it over, which it
+    /// names. The sets before are unchanged, and the ranks can save again. The error of a save in the background, which
+    /// then was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete
+    /// then.
     pub fn save(&mut self, snapshot: Result<Snapshot, Error>, score: Option<f64>) -> Result<(), Error> {
         self.wait()?;
         self.saving(snapshot, score)?.run()
