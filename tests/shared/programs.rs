@@ -96,9 +96,8 @@ fn weights<M: Model>(model: &M) -> Vec<f64> {
 
 /// Lets a layer train, or not.
 fn trains(layer: Linear, yes: bool) -> Linear {
-    let Linear { weight, bias, .. } = layer.clone();
-    let bias = bias.map(|bias| bias.set_require_grad(yes));
-    Linear { weight: weight.set_require_grad(yes), bias, ..layer }
+    let bias = layer.bias.map(|bias| bias.set_require_grad(yes));
+    Linear { weight: layer.weight.set_require_grad(yes), bias }
 }
 
 /// Runs a program on one rank, two and three. Its numbers must be the same on all ranks, and those of one rank.
