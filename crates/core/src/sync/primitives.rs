@@ -4,7 +4,7 @@ use std::cell::UnsafeCell;
 use std::time::Duration;
 
 pub(crate) use std::sync::atomic::*;
-pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 
 /// Data that threads access in turns; a protocol of the threads' own orders the turns.
 #[repr(transparent)]

@@ -11,7 +11,7 @@
 mod mailbox;
 mod regrouping;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
@@ -20,7 +20,7 @@ use super::direct::{self, RankBuffers};
 use super::reduce::{self, Output};
 use super::{Buffers, Collectives};
 use crate::sync::{
-    AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, SlowWaitWarning, lock, oversubscribed, spin,
+    AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, OnceLock, Ordering, SlowWaitWarning, lock, oversubscribed, spin,
 };
 use crate::types::{Call, DType, Error, Fault, Operation, Parts, RankList, Site};
 

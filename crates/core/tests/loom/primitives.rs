@@ -5,6 +5,34 @@ use std::time::Duration;
 pub(crate) use loom::sync::atomic::*;
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
+/// A cell that is written once. loom has none, and does not see the order that that of `std` gives.
+pub(crate) struct OnceLock<T> {
+    value: std::sync::OnceLock<T>,
+    is_set: AtomicBool,
+    making: Mutex<()>,
+}
+
+impl<T> OnceLock<T> {
+    pub fn new() -> OnceLock<T> {
+        OnceLock { value: std::sync::OnceLock::new(), is_set: AtomicBool::new(false), making: Mutex::new(()) }
+    }
+
+    pub fn get(&self) -> Option<&T> {
+        if self.is_set.load(Ordering::Acquire) { self.value.get() } else { None }
+    }
+
+    pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
+        if let Some(value) = self.get() {
+            return value;
+        }
+        let making = self.making.lock();
+        let value = self.value.get_or_init(make);
+        self.is_set.store(true, Ordering::Release);
+        drop(making);
+        value
+    }
+}
+
 /// A loom cell: an access that is not ordered after an earlier access of another thread fails the model. Only the
 /// beginning of an access is reported to loom. A thread that begins to read in its turn and reads for too long is
 /// therefore detected where the next writer begins.
