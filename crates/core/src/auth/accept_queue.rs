@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -41,9 +41,22 @@ pub struct AcceptQueue {
 struct Waiting {
     /// The number of its queue.
     queue: u64,
+    /// Distinguishes the connections of a process.
+    number: u64,
     task: AbortHandle,
-    /// Set once the handshake is complete.
-    proved: Arc<AtomicBool>,
+}
+
+/// The place of a connection among those that wait. Dropping it gives the place up: a handle of a task keeps its
+/// runtime's descriptors, so none may stay behind.
+struct Place {
+    number: u64,
+    waiting: &'static Mutex<VecDeque<Waiting>>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(self.waiting).retain(|other| other.number != self.number);
+    }
 }
 
 #[derive(Default)]
@@ -62,10 +75,7 @@ impl AcceptQueue {
     }
 
     fn with(capacity: usize, timeout: Duration, waiting: &'static Mutex<VecDeque<Waiting>>) -> Arc<AcceptQueue> {
-        static NUMBERS: AtomicU64 = AtomicU64::new(0);
-        // Relaxed: only the number counts.
-        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        Arc::new(AcceptQueue { state: Mutex::default(), number, capacity, timeout, waiting })
+        Arc::new(AcceptQueue { state: Mutex::default(), number: next_number(), capacity, timeout, waiting })
     }
 
     /// Accepts the next connection by `accept`. Cancel safe, if `accept` is.
@@ -116,30 +126,30 @@ impl AcceptQueue {
         taken: impl FnOnce(T) -> F + Send + 'static,
     ) {
         let accept_queue = self.clone();
-        let proved = Arc::new(AtomicBool::new(false));
-        let mark = proved.clone();
+        let place = Place { number: next_number(), waiting: self.waiting };
+        let number = place.number;
+        // Held until the place is taken: the task may end before, on another thread.
+        let mut waiting = lock(self.waiting);
         let task = tokio::spawn(async move {
             let late = |_| Err(Refusal::Io(io::ErrorKind::TimedOut.into()));
             let both = async move {
                 let proof = proof.await?;
-                // Relaxed: it publishes nothing. Another listener's thread that has not seen it yet may still drop the
-                // connection. The peer then finds no confirmation, or no answer to its hello, and dials again.
-                mark.store(true, Ordering::Relaxed);
+                // Another listener's thread may just have dropped the connection. The peer then finds no confirmation,
+                // or no answer to its hello, and dials again.
+                drop(place);
                 taken(proof).await
             };
             if let Err(refusal) = timeout(accept_queue.timeout, both).await.unwrap_or_else(late) {
                 accept_queue.refused(&source, &refusal);
             }
         });
-        let mut waiting = lock(self.waiting);
-        waiting.retain(|other| !other.task.is_finished() && !other.proved.load(Ordering::Relaxed));
         let own = waiting.iter().filter(|other| other.queue == self.number).count();
         let of_this_queue = waiting.iter().position(|other| own >= self.capacity && other.queue == self.number);
         let is_full = of_this_queue.is_some() || waiting.len() >= descriptors::strangers();
         if is_full && let Some(oldest) = waiting.remove(of_this_queue.unwrap_or(0)) {
             oldest.task.abort();
         }
-        waiting.push_back(Waiting { queue: self.number, task: task.abort_handle(), proved });
+        waiting.push_back(Waiting { queue: self.number, number, task: task.abort_handle() });
     }
 
     /// Returns what was refused, and how often, in parentheses, for the error of a rank that waited in vain. Empty if
@@ -159,6 +169,13 @@ impl AcceptQueue {
             Seen::Again | Seen::Uncounted(_) => {}
         }
     }
+}
+
+/// Returns a number that no other call returns.
+fn next_number() -> u64 {
+    static NUMBERS: AtomicU64 = AtomicU64::new(0);
+    // Relaxed: only the number counts.
+    NUMBERS.fetch_add(1, Ordering::Relaxed)
 }
 
 #[cfg(test)]
