@@ -29,9 +29,9 @@ pub fn prologue(version: u16, secret: bool, purpose: u8, [from, to, world_size]:
 }
 
 /// Returns a rank's next message to rank 0: where it listens, the transport that it asks for (any), its algorithms, its
-/// machine.
+/// machine, and that it lacks nothing.
 pub fn hello() -> Vec<u8> {
     let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
-    let body = postcard::to_stdvec(&(own, 0u8, "default", "machine")).expect("plain data");
+    let body = postcard::to_stdvec(&(own, 0u8, "default", "machine", None::<String>)).expect("plain data");
     [(body.len() as u32).to_le_bytes().to_vec(), body].concat()
 }
