@@ -2,8 +2,8 @@
 //! time, results are correct, the survivors continue in a smaller group, and nothing leaks.
 //!
 //! `BONFIRE_CHAOS` is the minimum number of faults (default: 40), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
-//! argument selects the scenarios whose names contain it. Scenarios that need privileges or programs which there are not
-//! are skipped, and counted. A run that asks for more than the default must have them.
+//! argument selects the scenarios whose names contain it. Scenarios that need privileges or programs which there are
+//! not are skipped, and counted. A run that asks for more than the default must have them.
 
 #[path = "chaos/case.rs"]
 mod case;
