@@ -3,6 +3,7 @@
 //! In the child the test's body finds that [`is_child`] is true and reports to the parent with [`send_line`].
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
@@ -64,6 +65,14 @@ impl Process {
             command.env_remove(format!("BONFIRE_{limit}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));
+        // A shell that starts the tests in the background has them ignore SIGINT, which programs inherit.
+        // SAFETY: the closure only calls `signal`, which is async-signal-safe.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            });
+        }
         let mut child = command.spawn().expect("the test's own binary starts");
         let output = BufReader::new(child.stdout.take().expect("it is piped"));
         let (sender, words) = channel();
