@@ -283,9 +283,10 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: AutodiffModule<B>>(&self, model: &M) -> Result<M, Error> {
-        let parts = all_or_none(self.group(), self.own_parts("gather", model))?;
+        let own = self.in_model(model);
+        let parts = all_or_none(self.group(), self.own_parts("gather", &own))?;
         if self.of.groups.replicas.world_size() > 1 {
-            let digests = self.in_model(model).digests().map_err(|error| self.of.groups.abandon(error))?;
+            let digests = own.digests().map_err(|error| self.of.groups.abandon(error))?;
             self.steps.compare("gather", &digests)?;
         }
         let wholes = self.steps.gather(&parts)?;
@@ -319,14 +320,13 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     }
 
     /// Returns this rank's parts in a model, which must be the one in training.
-    fn own_parts<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<Vec<Option<Handle>>, Error> {
-        let parts = self.in_model(model).values;
-        if let Some(position) = parts.iter().position(Option::is_none) {
+    fn own_parts(&self, operation: &str, own: &InModel<B>) -> Result<Vec<Option<Handle>>, Error> {
+        if let Some(position) = own.values.iter().position(Option::is_none) {
             let path = &self.parameters[position].path;
             let reason = format!("the model has no part of `{path}`; pass the model in training");
             return Err(Error::argument(operation, reason));
         }
-        Ok(handles::<B>(&parts))
+        Ok(handles::<B>(&own.values))
     }
 
     fn header(&self, own: &InModel<B>) -> Result<(Header, Vec<Option<Handle>>), Error> {

@@ -8,8 +8,8 @@ use burn::tensor::{Float, TensorData, TensorMetadata, TensorPrimitive};
 use super::walk::{FloatParameter, map_floats, visit_floats};
 use crate::tensor::host::{Source, data};
 use bonfire_core::internal::AgreedOperations;
-use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::agree::different;
+use bonfire_core::{Error, Group};
+use bonfire_train::agree::{different, mean_over_ranks};
 use bonfire_train::parameters::digest;
 
 /// Replaces every float parameter that needs no gradient and differs between ranks by the mean over all ranks.
@@ -45,11 +45,7 @@ pub(super) fn average<B: AutodiffBackend, M: AutodiffModule<B>>(
         // f64 represents all float types exactly, so the mean is exact up to rounding.
         let mean = data::<B::InnerBackend, Float>("reading a state", TensorPrimitive::Float(B::inner(parameter.value)))
             .map_err(reading)
-            .and_then(|data| {
-                let mut values: Vec<f64> = data.iter().collect();
-                group.all_reduce(&mut values, ReduceOp::Mean)?;
-                Ok(values)
-            });
+            .and_then(|data| mean_over_ranks(group, data.iter().collect()));
         match mean {
             Ok(mean) => {
                 let data = TensorData::new(mean, shape).convert_dtype(dtype);

@@ -61,7 +61,7 @@ use super::walk::Kind;
 use bonfire_core::{Error, Group};
 use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 
-pub use bonfire_train::checkpoint::{SavedSet, Which};
+pub use bonfire_train::checkpoint::{SavedSet, Scored, Which};
 
 pub(super) use self::optimizer::has_states;
 pub(super) use self::training::OwnState;
@@ -90,13 +90,6 @@ pub trait Save {
         None
     }
 }
-
-/// What is to be saved, with a score: how good the training is by the program's own measure, such as an accuracy, or a
-/// loss with a minus sign. More is better. It must be finite, and the same on all ranks.
-///
-/// [`Checkpoints::keep`] keeps the best set besides the newest ones, and [`Which::Best`] loads it.
-#[derive(Clone, Copy, Debug)]
-pub struct Scored<S>(pub S, pub f64);
 
 impl<S: Save> Save for Scored<S> {
     fn snapshot(self) -> Result<Snapshot, Error> {
@@ -211,7 +204,7 @@ impl Checkpoints {
         self.0.wait()
     }
 
-    /// Returns the sets in the folder, by number: what each holds, its epoch and batch, and its score.
+    /// Returns the sets in the folder, by number: what each holds, its position in the data, and its score.
     ///
     /// # Errors
     /// On all ranks [`Error::Io`] if rank 0 cannot read the folder. One that does not exist has no sets. Otherwise the

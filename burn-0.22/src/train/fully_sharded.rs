@@ -275,9 +275,10 @@ impl FullyShardedParallel {
     /// [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: Module>(&self, model: &M) -> Result<M, Error> {
-        let parts = all_or_none(self.group(), self.own_parts("gather", model))?;
+        let own = self.in_model(model);
+        let parts = all_or_none(self.group(), self.own_parts("gather", &own))?;
         if self.of.groups.replicas.world_size() > 1 {
-            let digests = self.in_model(model).digests().map_err(|error| self.of.groups.abandon(error))?;
+            let digests = own.digests().map_err(|error| self.of.groups.abandon(error))?;
             self.steps.compare("gather", &digests)?;
         }
         let wholes = self.steps.gather(&parts)?;
@@ -310,14 +311,13 @@ impl FullyShardedParallel {
     }
 
     /// Returns this rank's parts in a model, which must be the one in training.
-    fn own_parts<M: Module>(&self, operation: &str, model: &M) -> Result<Vec<Option<Handle>>, Error> {
-        let parts = self.in_model(model).values;
-        if let Some(position) = parts.iter().position(Option::is_none) {
+    fn own_parts(&self, operation: &str, own: &InModel) -> Result<Vec<Option<Handle>>, Error> {
+        if let Some(position) = own.values.iter().position(Option::is_none) {
             let path = &self.parameters[position].path;
             let reason = format!("the model has no part of `{path}`; pass the model in training");
             return Err(Error::argument(operation, reason));
         }
-        Ok(handles(&parts))
+        Ok(handles(&own.values))
     }
 
     fn header(&self, own: &InModel) -> Result<(Header, Vec<Option<Handle>>), Error> {

@@ -10,8 +10,8 @@ use super::data_parallel::DataParallel;
 use super::model::Parameters;
 use super::walk::{FloatParameter, map_floats, visit_floats};
 use bonfire_core::internal::AgreedOperations;
-use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_train::agree::different;
+use bonfire_core::{Error, Group};
+use bonfire_train::agree::{different, mean_over_ranks};
 use bonfire_train::parameters::{Digested, NOTHING, compare, digest};
 use bonfire_train::protocol::Problem;
 
@@ -126,11 +126,7 @@ pub(super) fn average<M: Module>(group: &Group, model: M, is_whole: impl Fn(Para
         let (dtype, device) = (parameter.value.dtype(), Dispatch::inner(parameter.value.clone()).device());
         let shape = parameter.value.shape();
         // f64 represents all float types exactly, so the mean is exact up to rounding.
-        let mean = data(parameter.value).and_then(|data| {
-            let mut values: Vec<f64> = data.iter().collect();
-            group.all_reduce(&mut values, ReduceOp::Mean)?;
-            Ok(values)
-        });
+        let mean = data(parameter.value).and_then(|data| mean_over_ranks(group, data.iter().collect()));
         match mean {
             Ok(mean) => {
                 let data = TensorData::new(mean, shape).convert_dtype(dtype);

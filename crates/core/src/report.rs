@@ -160,14 +160,7 @@ mod tests {
             Event::Failed { names_another, named, .. } => (names_another, named),
             event => panic!("{event:?}"),
         };
-        let call = Call {
-            operation: Operation::Barrier,
-            dtype: DType::U8,
-            count: 0,
-            reduction: None,
-            root: None,
-            sizes: None,
-        };
+        let call = Call::new(Operation::Barrier, DType::U8, 0);
         let (site, elapsed) = (Site { call, sequence: 0 }, Duration::ZERO);
         assert_eq!(named(&Error::Left { site, rank: 2 }), (true, vec![12]));
         assert_eq!(named(&Error::Timeout { site, rank: 0, missing: vec![1, 2, 3], elapsed }), (true, vec![11, 12]));

@@ -39,6 +39,11 @@ fn expect_all_saved(ranks: &mut [Process]) {
     }
 }
 
+/// Waits until all ranks call operations.
+fn expect_all_going(ranks: &[Process]) {
+    ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
+}
+
 #[test]
 fn a_program_with_handlers_of_its_own_gets_its_signals() {
     if is_child() {
@@ -51,7 +56,7 @@ fn a_program_with_handlers_of_its_own_gets_its_signals() {
     const NAME: &str = "a_program_with_handlers_of_its_own_gets_its_signals";
     for when in ["before", "after"] {
         let mut ranks = Process::start_ranks_with(NAME, 2, "tcp", DEADLINE, &[("HANDLER", when.into())]);
-        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
+        expect_all_going(&ranks);
         ranks[1].signal(Signal::TERM);
         expect_all_saved(&mut ranks);
     }
@@ -67,7 +72,7 @@ fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
     const NAME: &str = "a_signal_that_was_ignored_at_the_start_stays_ignored";
     let script = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"].map(String::from);
     let mut ranks = Process::start_ranks_by(|_| script.to_vec(), NAME, 2, "tcp", DEADLINE, &[]);
-    ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
+    expect_all_going(&ranks);
     ranks[1].signal(Signal::INT);
     ranks[0].signal(Signal::USR1);
     expect_all_saved(&mut ranks);
@@ -95,12 +100,12 @@ fn the_signals_of_a_forked_child_are_not_those_of_the_rank() {
     }
     const NAME: &str = "the_signals_of_a_forked_child_are_not_those_of_the_rank";
     let mut ranks = Process::start_ranks(NAME, 2, "tcp", DEADLINE);
-    ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
+    expect_all_going(&ranks);
     ranks[0].signal(Signal::USR1);
     expect_all_saved(&mut ranks);
     // The signal of the rank itself still ends it.
     let mut ranks = Process::start_ranks(NAME, 2, "tcp", DEADLINE);
-    ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
+    expect_all_going(&ranks);
     ranks[1].signal(Signal::TERM);
     assert!(matches!(ranks[0].outcome(), Err(Error::Left { rank: 1, .. })));
     assert_eq!(ranks[1].end().signal(), Some(Signal::TERM.as_raw()));

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::seeded::seeded;
 use bonfire_core::internal::{AgreedOperations, process_number};
-use bonfire_core::{Element, Error, Group};
+use bonfire_core::{Element, Error, Group, ReduceOp};
 
 /// Makes a group of the same ranks, for communication that takes place beside that of `group`. All ranks must call it.
 ///
@@ -81,6 +81,16 @@ pub fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     bytes.resize(len[0] as usize, 0);
     group.broadcast(&mut bytes, root)?;
     postcard::from_bytes(&bytes).map_err(broken)
+}
+
+/// Returns the mean of each value over all ranks, without weights.
+///
+/// # Errors
+/// Those of [`Group::all_reduce`].
+#[track_caller]
+pub fn mean_over_ranks(group: &Group, mut values: Vec<f64>) -> Result<Vec<f64>, Error> {
+    group.all_reduce(&mut values, ReduceOp::Mean)?;
+    Ok(values)
 }
 
 /// Returns which of the things with these digests are not the same on all ranks.

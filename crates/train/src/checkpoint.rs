@@ -109,6 +109,13 @@ impl From<u64> for Which {
     }
 }
 
+/// What is to be saved, with a score: how good the training is by the program's own measure, such as an accuracy, or a
+/// loss with a minus sign. More is better. It must be finite, and the same on all ranks.
+///
+/// [`Checkpoints::keep`] keeps the best set besides the newest ones, and [`Which::Best`] loads it.
+#[derive(Clone, Copy, Debug)]
+pub struct Scored<S>(pub S, pub f64);
+
 /// What a rank saves. It does not change with the training.
 pub struct Snapshot {
     /// What it is, which must be the same on all ranks.

@@ -158,11 +158,14 @@ impl Header {
         }
     }
 
-    /// Returns a text that names what differs, after [`Refusal::Digests`]. All ranks call it.
-    pub(crate) fn difference(&self, main: &Group, parameters: &[Parameter]) -> Result<Option<String>, Error> {
+    /// Finds out what differs, after [`Refusal::Digests`]. Other refusals say it themselves. All ranks call it.
+    pub(crate) fn explained(&self, main: &Group, parameters: &[Parameter], refusal: Refusal) -> Result<Refusal, Error> {
+        if refusal != Refusal::Digests {
+            return Ok(refusal);
+        }
         let digests = self.digests.as_deref().unwrap_or_default();
         let own = Digested::named(self.part, parameters.iter().map(Parameter::quoted), digests);
-        difference(main, own, self.steps)
+        Ok(difference(main, own, self.steps)?.map_or(refusal, Refusal::Explained))
     }
 }
 

@@ -15,7 +15,7 @@ use bonfire_train::checkpoint::{LOADING, OwnPart, SAVING, Set, Snapshot};
 impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// Returns where this rank's parts in a model are, which must be the one in training.
     fn places<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<OwnParts, Error> {
-        self.own_parts(operation, model)?;
+        self.own_parts(operation, &self.in_model(model))?;
         let groups = &self.of.groups;
         if let Some(error) = groups.main.failure() {
             return Err(error);

@@ -16,7 +16,7 @@ use bonfire_train::checkpoint::{LOADING, OwnPart, SAVING, Set, Snapshot};
 impl FullyShardedParallel {
     /// Returns where this rank's parts are in a model, which must be the one in training, and in its optimizer's state.
     fn own_state<M: Module>(&self, operation: &str, model: &M) -> Result<OwnState, Error> {
-        self.own_parts(operation, model)?;
+        self.own_parts(operation, &self.in_model(model))?;
         let groups = &self.of.groups;
         if let Some(error) = groups.main.failure() {
             return Err(error);

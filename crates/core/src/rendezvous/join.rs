@@ -21,8 +21,8 @@ use super::dial::{FIRST_PAUSE, back_off, dial};
 use super::listen::{announced, bind, first_address, listen, listen_at, own_host};
 use super::neighbours::{fewest_connections, is_star, neighbours};
 use super::registration::{
-    Answer, Hello, RegisteredRank, Registration, authenticate, common_transport, first_disconnect, hosts, read_hello,
-    refuse, register, report_missing,
+    Answer, Hello, RegisteredRank, Registration, authenticate, common_transport, first_disconnect, hosts, machine,
+    read_hello, refuse, register, report_missing,
 };
 use super::{Settings, TransportKind, connection_ended};
 use crate::auth::{AcceptQueue, Identity, Listener, Purpose, RETRY};
@@ -260,21 +260,6 @@ async fn accept(
     // Its first bytes have most likely arrived: the handshake reads them before the next connection is accepted.
     yield_now().await;
     Ok(())
-}
-
-/// Returns the name of this rank's machine. It is only a hint: ranks are on one host if they can map the same memory.
-fn machine(settings: &Settings) -> String {
-    settings.machine.clone().unwrap_or_else(this_machine)
-}
-
-/// Returns a name for all that processes must have in common to pass memory to each other: the running system, the
-/// network namespace, in which unix sockets have their names, and the user. What the system does not reveal is left
-/// out. Ranks on two machines may then have the same name, and find out when they try to share memory.
-fn this_machine() -> String {
-    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    let (boot, name) = (read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"));
-    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
-    format!("{} {} {} {}", boot.trim(), name.trim(), network.display(), rustix::process::geteuid().as_raw())
 }
 
 /// Runs any other rank: registers with rank 0, then dials its lower neighbours and is dialled by the higher ones.

@@ -10,7 +10,7 @@ use tokio::io::ReadBuf;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::TransportKind;
+use super::{Settings, TransportKind};
 use crate::auth::{Identity, Prologue, Purpose, Refusal, accept_handshake, confirm};
 use crate::control::frame;
 
@@ -30,6 +30,21 @@ pub(super) struct Hello {
     pub machine: String,
     /// Why it has too few descriptors for the group, if it has too few.
     pub shortage: Option<String>,
+}
+
+/// Returns the name of this rank's machine. It is only a hint: ranks are on one host if they can map the same memory.
+pub(super) fn machine(settings: &Settings) -> String {
+    settings.machine.clone().unwrap_or_else(this_machine)
+}
+
+/// Returns a name for all that processes must have in common to pass memory to each other: the running system, the
+/// network namespace, in which unix sockets have their names, and the user. What the system does not reveal is left
+/// out. Ranks on two machines may then have the same name, and find out when they try to share memory.
+fn this_machine() -> String {
+    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
+    let (boot, name) = (read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"));
+    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{} {} {} {}", boot.trim(), name.trim(), network.display(), rustix::process::geteuid().as_raw())
 }
 
 /// Rank 0's answer.

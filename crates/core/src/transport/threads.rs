@@ -96,14 +96,7 @@ unsafe impl Send for RankState {}
 impl ThreadEndpoint {
     /// Returns the endpoints of a group of `world_size` threads, by rank.
     pub fn group(world_size: usize) -> Vec<ThreadEndpoint> {
-        let empty = Call {
-            operation: Operation::Barrier,
-            dtype: DType::U8,
-            count: 0,
-            reduction: None,
-            root: None,
-            sizes: None,
-        };
+        let empty = Call::new(Operation::Barrier, DType::U8, 0);
         let slot = Slot {
             call: empty,
             input: std::ptr::null(),

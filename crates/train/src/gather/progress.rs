@@ -145,19 +145,10 @@ impl GatherSteps {
             Err(refusal) => {
                 state.progress = None;
                 drop(state);
-                self.explained(&pass.agreement.header, refusal).map(Err)
+                let Shared { groups, model, .. } = &*self.shared;
+                pass.agreement.header.explained(&groups.main, &model.parameters, refusal).map(Err)
             }
         }
-    }
-
-    /// Finds out what the headers do not say about a refusal. All ranks call it.
-    fn explained(&self, header: &Header, refusal: Refusal) -> Result<Refusal, Error> {
-        let Shared { groups, model, .. } = &*self.shared;
-        let reason = match refusal {
-            Refusal::Digests => header.difference(&groups.main, &model.parameters)?,
-            _ => None,
-        };
-        Ok(reason.map_or(refusal, Refusal::Explained))
     }
 
     /// Ends a step after this rank's last pass, in which the ranks did what `kinds` says: serves the passes of the

@@ -93,15 +93,11 @@ impl Steps {
     /// Finds out what the messages of a step do not say about a refusal. All ranks call it.
     pub(super) fn explained(&self, header: &Header, refusal: Refusal) -> Result<Refusal, Error> {
         let (main, parameters) = (&self.groups().main, self.parameters());
-        let reason = match refusal {
-            Refusal::Digests => header.difference(main, parameters)?,
-            Refusal::Problem { rank, problem: Problem::Failed } => {
-                let own = self.state().fault.take();
-                let fault: String = broadcast_value(main, &own.unwrap_or_default(), rank)?;
-                Some(failed(rank, &fault))
-            }
-            _ => None,
+        let Refusal::Problem { rank, problem: Problem::Failed } = refusal else {
+            return header.explained(main, parameters, refusal);
         };
-        Ok(reason.map_or(refusal, Refusal::Explained))
+        let own = self.state().fault.take();
+        let fault: String = broadcast_value(main, &own.unwrap_or_default(), rank)?;
+        Ok(Refusal::Explained(failed(rank, &fault)))
     }
 }
