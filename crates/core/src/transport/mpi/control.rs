@@ -44,7 +44,7 @@ impl ControlPlane {
         apply_message: impl Fn(usize, Message) -> Option<Message>,
     ) -> Result<(), Error> {
         while let Ok(outgoing) = self.outgoing.try_recv() {
-            let (message, only) = message_of(outgoing);
+            let Some((message, only)) = message_of(outgoing) else { continue };
             let Comm { rank, size, .. } = self.comm;
             for peer in (0..size).filter(|peer| *peer != rank && only.is_none_or(|only| only == *peer)) {
                 self.send(peer, &message, held)?;
@@ -107,16 +107,18 @@ impl ControlPlane {
     }
 }
 
-/// The message to send, and its receiver if it is not for all peers.
-fn message_of(outgoing: ControlRequest) -> (Message, Option<usize>) {
-    match outgoing {
+/// The message to send, if there is one, and its receiver if it is not for all peers.
+fn message_of(outgoing: ControlRequest) -> Option<(Message, Option<usize>)> {
+    Some(match outgoing {
         ControlRequest::Calling(site) => (Message::Calling(site), None),
         ControlRequest::Called(peer, site) => (Message::Called(site), Some(peer)),
         ControlRequest::Failed(error, completed) => (Message::Failed(error.for_peers(), completed), None),
         ControlRequest::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
         ControlRequest::ShrinkMessage(word) => (Message::ShrinkMessage(word), None),
         ControlRequest::Goodbye { panicked } => (Message::Goodbye { panicked }, None),
-    }
+        // MPI connects all ranks to each other.
+        ControlRequest::Meet => return None,
+    })
 }
 
 impl Drop for ControlPlane {
