@@ -47,6 +47,7 @@ mod fully_sharded;
 #[cfg(feature = "ddp")]
 mod learner;
 mod model;
+mod norm;
 mod parts;
 mod pass;
 mod record;

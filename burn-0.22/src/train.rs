@@ -32,6 +32,7 @@ mod fully_sharded;
 #[cfg(feature = "learner")]
 mod learner;
 mod model;
+mod norm;
 mod parts;
 mod pass;
 mod replicas;

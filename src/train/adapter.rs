@@ -93,6 +93,14 @@ impl<I: Backend> Tensors for BurnTensors<I> {
         handle::<I>(I::float_add(opened::<I>(one), opened::<I>(other)))
     }
 
+    fn sum(&self, tensor: Handle, dtype: DType) -> Handle {
+        let tensor = opened::<I>(tensor);
+        handle::<I>(I::float_sum(match dtype {
+            DType::F16 | DType::BF16 => I::float_cast(tensor, FloatDType::F32),
+            _ => tensor,
+        }))
+    }
+
     fn read(&self, tensor: Handle) -> Box<dyn Read> {
         let tensor = opened::<I>(tensor);
         // Before it reads a tensor, burn may launch a kernel, which CUDA refuses for no elements.

@@ -136,7 +136,7 @@ const OPERATION: &str = "full sharding";
 /// # Lost ranks
 /// The parts on a lost rank are lost. All others get the error; continue from the last checkpoint.
 pub struct FullyShardedParallel<B: AutodiffBackend> {
-    steps: GatherSteps,
+    pub(super) steps: GatherSteps,
     /// Those of which each rank keeps a part, as they are whole.
     parameters: Parameters<B>,
     of: Arc<Sharded<B>>,

@@ -11,6 +11,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Float, Shape, Tensor, TensorMetadata, TensorPrimitive};
 
+use super::adapter::scaled;
 use super::walk::{Map, Place, Visit, map, visit, visit_floats};
 use crate::tensor::host::{Kind, Source, TensorSpec, data, float};
 use crate::tensor::operation::broadcast;
@@ -135,6 +136,24 @@ impl<B: AutodiffBackend> Parameters<B> {
         });
         let taken = taken.collect();
         (taken, !gradients.is_empty())
+    }
+
+    /// Returns the gradient of the parameter at a position.
+    pub fn gradient(&self, gradients: &GradientsParams, position: usize) -> Option<FloatTensor<B::InnerBackend>> {
+        Some(gradients.get::<B::InnerBackend, 1>(self[position].id)?.into_primitive().tensor())
+    }
+
+    /// Multiplies the gradients of these parameters.
+    pub fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
+        for parameter in self.iter() {
+            if let Some(gradient) = gradients.remove::<B::InnerBackend, 1>(parameter.id) {
+                let scaled = scaled::<B::InnerBackend>(gradient.into_primitive().tensor(), factor);
+                gradients.register(
+                    parameter.id,
+                    Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scaled)),
+                );
+            }
+        }
     }
 
     /// Returns gradients by position as burn's optimizers take them.

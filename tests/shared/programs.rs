@@ -4,6 +4,7 @@
 mod data;
 mod loops;
 mod models;
+mod norms;
 mod parts;
 
 use std::ops::Range;

@@ -96,6 +96,14 @@ impl Tensors for BurnTensors {
         handle(Dispatch::float_add(opened(one), opened(other)))
     }
 
+    fn sum(&self, tensor: Handle, dtype: DType) -> Handle {
+        let tensor = opened(tensor);
+        handle(Dispatch::float_sum(match dtype {
+            DType::F16 | DType::BF16 => Dispatch::float_cast(tensor, FloatDType::F32),
+            _ => tensor,
+        }))
+    }
+
     fn read(&self, tensor: Handle) -> Box<dyn Read> {
         Box::new(Reading::InFlight(Box::pin(Dispatch::float_into_data(opened(tensor)))))
     }

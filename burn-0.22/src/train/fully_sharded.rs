@@ -129,7 +129,7 @@ const OPERATION: &str = "full sharding";
 /// # Lost ranks
 /// The parts on a lost rank are lost. All others get the error.
 pub struct FullyShardedParallel {
-    steps: GatherSteps,
+    pub(super) steps: GatherSteps,
     /// Those of which each rank keeps a part, as they are whole.
     parameters: Parameters,
     of: Arc<Sharded>,

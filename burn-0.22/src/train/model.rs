@@ -12,7 +12,7 @@ use burn::module::{Module, Param, ParamId, Parameter as Value};
 use burn::optim::GradientsParams;
 use burn::tensor::{GradientCheckpointingStrategy, Shape, Tensor, TensorData};
 
-use super::adapter::opened;
+use super::adapter::{opened, scaled};
 use super::walk::{Kind, Map, Place, Visit, map, visit, visit_floats};
 use crate::tensor::host::{TensorSpec, float};
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
@@ -49,6 +49,7 @@ impl Parameter {
 /// Access to the gradients of parameters with one number of dimensions, which is a part of their type.
 #[derive(Clone, Copy, Debug)]
 struct GradientOf {
+    get: fn(&GradientsParams, ParamId) -> Option<DispatchTensor>,
     take: fn(&mut GradientsParams, ParamId) -> Option<DispatchTensor>,
     put: fn(&mut GradientsParams, ParamId, DispatchTensor),
 }
@@ -56,6 +57,7 @@ struct GradientOf {
 impl GradientOf {
     fn rank<const D: usize>() -> GradientOf {
         GradientOf {
+            get: |gradients, id| gradients.get::<D>(id).map(Tensor::into_dispatch),
             take: |gradients, id| gradients.remove::<D>(id).map(Tensor::into_dispatch),
             put: |gradients, id, tensor| gradients.register(id, Tensor::<D>::from_dispatch(tensor)),
         }
@@ -161,6 +163,21 @@ impl Parameters {
         });
         let taken = taken.collect();
         (taken, !gradients.is_empty())
+    }
+
+    /// Returns the gradient of the parameter at a position.
+    pub fn gradient(&self, gradients: &GradientsParams, position: usize) -> Option<DispatchTensor> {
+        let parameter = &self[position];
+        (parameter.gradient.get)(gradients, parameter.id)
+    }
+
+    /// Multiplies the gradients of these parameters.
+    pub fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
+        for parameter in self.iter() {
+            if let Some(gradient) = (parameter.gradient.take)(gradients, parameter.id) {
+                (parameter.gradient.put)(gradients, parameter.id, scaled(gradient, factor));
+            }
+        }
     }
 
     /// Returns mean gradients as burn's optimizers take them.

@@ -75,6 +75,8 @@ struct Shared {
     blocks: Vec<Vec<usize>>,
     /// Whether blocks stay gathered between the passes.
     keep: AtomicBool,
+    /// Whether to leave out steps in which a gradient is not finite.
+    skips: AtomicBool,
     /// Whether the parameters of all ranks are on collective devices. The ranks have agreed on it.
     on_devices: bool,
     state: Mutex<State>,
@@ -144,14 +146,19 @@ impl GatherSteps {
         let on_devices = !gatherer.lane.is_on_host();
         let engine = Some(Engine { gatherer, channel: Some(channel), history: History::default(), bounded });
         let state = State { engine, is_open: false, steps: 0, counts: GatherCounts::default(), progress: None };
-        let (blocks, keep, state) = (positions, AtomicBool::new(false), Mutex::new(state));
-        Ok(GatherSteps { shared: Arc::new(Shared { groups, model, places, blocks, keep, on_devices, state }) })
+        let (blocks, [keep, skips], state) = (positions, Default::default(), Mutex::new(state));
+        Ok(GatherSteps { shared: Arc::new(Shared { groups, model, places, blocks, keep, skips, on_devices, state }) })
     }
 
     /// Keeps blocks gathered from the forward pass to the backward pass (ZeRO-2). All ranks do.
     pub fn keep_gathered(&self) {
         // Relaxed: the same thread begins the passes.
         self.shared.keep.store(true, Ordering::Relaxed);
+    }
+
+    /// Leaves out steps in which a gradient of any rank is not finite. All ranks do.
+    pub fn skip_non_finite(&self) {
+        self.shared.skips.store(true, Ordering::Relaxed);
     }
 
     /// Returns the groups.
@@ -195,6 +202,10 @@ impl GatherSteps {
 impl Shared {
     fn keep(&self) -> bool {
         self.keep.load(Ordering::Relaxed)
+    }
+
+    fn skips(&self) -> bool {
+        self.skips.load(Ordering::Relaxed)
     }
 
     /// Whether a block stays gathered until the backward pass.

@@ -32,6 +32,9 @@ pub trait Tensors: Send + Sync {
     /// Adds two tensors of one shape and element type.
     fn add(&self, one: Tensor, other: Tensor) -> Tensor;
 
+    /// Returns the sum of a tensor's elements as a tensor of one: of f64 for elements of f64, otherwise of f32.
+    fn sum(&self, tensor: Tensor, dtype: DType) -> Tensor;
+
     /// Begins to read a tensor to host memory.
     fn read(&self, tensor: Tensor) -> Box<dyn Read>;
 

@@ -53,6 +53,8 @@ pub struct Header {
     pub(crate) compression: u64,
     /// What it does in the first pass, where the ranks run passes together.
     pub(crate) pass: PassKind,
+    /// Whether it leaves out steps whose gradients are not finite.
+    pub(crate) skips: bool,
     /// Which part of the model it has. The digests of equal parts are compared.
     pub(crate) part: u64,
 }
@@ -91,6 +93,7 @@ struct HeaderWords {
     bucket_bytes: u64,
     compression: u64,
     pass: u64,
+    skips: u64,
     part: u64,
     /// The digest of the digests.
     digest: u64,
@@ -114,6 +117,7 @@ impl Header {
             bucket_bytes: self.bucket_bytes,
             compression: self.compression,
             pass: self.pass.to_word(),
+            skips: u64::from(self.skips),
             part: self.part,
             digest: self.digest(),
         };
@@ -146,6 +150,9 @@ impl Header {
         }
         if let Some((_, rank, _)) = differs(|header| header.compression) {
             return Err(Refusal::Compression { rank });
+        }
+        if let Some((_, rank, _)) = differs(|header| header.skips) {
+            return Err(Refusal::Skips { rank });
         }
         if let Some(position) = trained.first_difference() {
             return Err(Refusal::Trained { position, with: trained.ranks_with(position), ranks: headers.len() });
@@ -336,6 +343,7 @@ mod tests {
         let trained = refused(|rank, header| header.trained[68] = rank == 1);
         assert_eq!(trained, Refusal::Trained { position: 68, with: vec![1], ranks: 3 });
         assert_eq!(refused(|rank, header| header.digests = Some(vec![rank as u64])), Refusal::Digests);
+        assert_eq!(refused(|rank, header| header.skips = rank > 1), Refusal::Skips { rank: 2 });
         let problem = refused(|rank, header| header.problem = (rank == 2).then_some(Problem::Changed(7)));
         assert_eq!(problem, Refusal::Problem { rank: 2, problem: Problem::Changed(7) });
     }

@@ -10,6 +10,7 @@
 
 mod clipping;
 mod exchange;
+mod finite;
 mod gather;
 pub mod iteration;
 mod last;
@@ -21,11 +22,13 @@ mod sync;
 mod unused;
 mod updates;
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytemuck::cast_slice_mut;
 
 pub(crate) use self::exchange::{Channel, Exchange, Model};
+pub(crate) use self::finite::Finite;
 pub(crate) use self::gather::gather;
 pub use self::pass::{Pass, Receiver, StepPass};
 use self::state::{Settings, State};
@@ -101,9 +104,16 @@ impl Steps {
         Steps { shared: Arc::new(Shared { groups, model, on_devices, state }) }
     }
 
-    /// Makes these steps those of the same model as others: a pass that is kept by one must not be missed by another.
+    /// Makes these steps those of the same model as others: a pass that is kept by one must not be missed by another,
+    /// and what leaves out a step of one leaves out that of another.
     pub fn beside(self, others: &Steps) -> Steps {
-        self.state().keeper = others.state().keeper.clone();
+        let (keeper, skips) = {
+            let others = others.state();
+            (others.keeper.clone(), others.settings.skips.clone())
+        };
+        let mut state = self.state();
+        (state.keeper, state.settings.skips) = (keeper, skips);
+        drop(state);
         self
     }
 
@@ -179,6 +189,12 @@ impl Steps {
     /// Sets the most bytes in a bucket, instead of measuring.
     pub fn set_bucket_bytes(&self, bytes: usize) {
         self.state().settings.bucket_bytes = Some(bytes.max(1));
+    }
+
+    /// Leaves out steps in which a gradient of any rank is not finite. All ranks call it.
+    pub fn skip_non_finite(&self) {
+        // Relaxed: the same thread begins the steps.
+        self.state().settings.skips.store(true, Ordering::Relaxed);
     }
 
     /// Makes gradients travel compressed.
@@ -260,8 +276,14 @@ impl Steps {
     /// Ends a step on this rank.
     fn ended(&self, ended: Result<Decided<Outcome>, Error>, operation: &str) -> Result<Outcome, Error> {
         let ended = self.counted(ended, true);
-        let mut state = self.state();
-        let ended = ended.and_then(|decided| decided.map_err(|refusal| refusal.error(operation, self.parameters())));
+        let (mut state, parameters) = (self.state(), self.parameters());
+        if let Ok(Err(refusal)) = &ended
+            && refusal.leaves_out(self.groups().main.rank(), state.steps + 1, parameters)
+        {
+            state.forget();
+            return Ok(Outcome::left_out(parameters.len()));
+        }
+        let ended = ended.and_then(|decided| decided.map_err(|refusal| refusal.error(operation, parameters)));
         match &ended {
             Ok(outcome) => state.steps += u64::from(matches!(outcome, Outcome::Gradients(_))),
             // Its result is not used.
@@ -272,6 +294,11 @@ impl Steps {
 }
 
 impl Outcome {
+    /// That of a step which is left out: no rank has a gradient.
+    pub(crate) fn left_out(parameters: usize) -> Outcome {
+        Outcome::of((0..parameters).map(|_| None).collect(), vec![false; parameters])
+    }
+
     /// Leaves out what no rank had: it was reduced as zeros.
     pub(crate) fn of(mut gradients: Vec<Option<Tensor>>, exists: Vec<bool>) -> Outcome {
         let missing = gradients.iter_mut().zip(&exists).filter(|(_, exists)| !**exists);

@@ -258,6 +258,7 @@ impl Pass {
             if total > 0.0 {
                 exchange.agree(weighting);
                 parts = exchange.finish()?;
+                self.problem = self.problem.map_or_else(|| exchange.not_finite(), |problem| Ok(Some(problem)))?;
             }
             self.engine.channel = Some(exchange.channel);
         }

@@ -104,6 +104,7 @@ impl GatherSteps {
         };
         state.is_open = true;
         (header.steps, header.pass, header.part) = (state.steps, kind, shared.groups.shards.rank() as u64);
+        header.skips = shared.skips();
         if state.progress.is_some() {
             // They were compared in the first pass.
             header.digests = None;
@@ -169,7 +170,7 @@ impl GatherSteps {
         let Some(progress) = lock(&self.shared.state).progress.take() else {
             return Err(Error::broken(OPERATION, "no step is open"));
         };
-        let exists = progress.exists.clone();
+        let (exists, parameters) = (progress.exists.clone(), progress.exists.len());
         let trailer = Trailer { problem: progress.problem, ordered: false, exists, late: Vec::new() };
         let mut words = Writer::default();
         trailer.write(&mut words);
@@ -177,7 +178,13 @@ impl GatherSteps {
         let main = &self.shared.groups.main;
         let all = words.finish().exchange(main, protocol::STEP_END)?;
         let from = &mut Reader::new(&all, main.world_size());
-        let trailers = trailer.evaluate(from).map_err(error)?;
+        let trailers = match trailer.evaluate(from) {
+            Ok(trailers) => trailers,
+            Err(refusal) if refusal.leaves_out(main.rank(), header.steps + 1, self.parameters()) => {
+                return Ok(Outcome::left_out(parameters));
+            }
+            Err(refusal) => return Err(error(refusal)),
+        };
         let Progress { mut sums, last, needed, .. } = progress;
         let needed = from.bits(needed.len()).anywhere();
         let (parts, weight) = last.unwrap_or_default();

@@ -40,6 +40,8 @@ pub enum Problem {
     Open,
     /// The program's own code has failed. Its error is exchanged in a message of its own.
     Failed,
+    /// The gradient is not finite, and the program leaves out such steps.
+    NotFinite(usize),
 }
 
 impl Problem {
@@ -57,9 +59,10 @@ impl Problem {
         postcard::from_bytes(cast_slice(&words)).unwrap_or(Some(Problem::Unknown))
     }
 
-    /// Returns the problem of the lowest rank that has one.
+    /// Returns the problem of the lowest rank that has one. What only leaves out the step comes after all others.
     pub(crate) fn first(words: impl Iterator<Item = [u64; 2]>) -> Option<(usize, Problem)> {
-        words.enumerate().find_map(|(rank, words)| Some((rank, Problem::from_words(words)?)))
+        let problems = words.enumerate().filter_map(|(rank, words)| Some((rank, Problem::from_words(words)?)));
+        problems.min_by_key(|(_, problem)| matches!(problem, Problem::NotFinite(_)))
     }
 }
 
@@ -107,6 +110,11 @@ pub enum Refusal {
         /// A rank with another one than rank 0.
         rank: usize,
     },
+    /// Some ranks leave out steps whose gradients are not finite, and others do not.
+    Skips {
+        /// A rank that does not do as rank 0.
+        rank: usize,
+    },
     /// Some ranks train a parameter, and others do not.
     Trained {
         /// The first such parameter.
@@ -130,6 +138,15 @@ pub enum Refusal {
 }
 
 impl Refusal {
+    /// Logs on rank 0 that the step is left out, if that is all: all ranks go on, without gradients.
+    pub(crate) fn leaves_out(&self, rank: usize, step: u64, parameters: &[Parameter]) -> bool {
+        let is_left_out = matches!(self, Refusal::Problem { problem: Problem::NotFinite(_), .. });
+        if is_left_out && rank == 0 {
+            log::warn!("training step {step} is left out on all ranks: {}", self.reason(parameters));
+        }
+        is_left_out
+    }
+
     /// Returns the error of an operation on these parameters.
     pub fn error(&self, operation: &str, parameters: &[Parameter]) -> Error {
         Error::argument(operation, self.reason(parameters))
@@ -160,6 +177,10 @@ impl Refusal {
             Refusal::Compression { rank } => {
                 format!("rank 0 and rank {rank} compress gradients differently; set the same compression on all ranks")
             }
+            Refusal::Skips { rank } => format!(
+                "of rank 0 and rank {rank} one leaves out steps whose gradients are not finite; call `skip_non_finite` \
+                 on all ranks or on none"
+            ),
             Refusal::Trained { position, with, ranks } => {
                 let without: Vec<usize> = (0..*ranks).filter(|rank| !with.contains(rank)).collect();
                 let verbs = |ranks: &[usize], one, many| if ranks.len() == 1 { one } else { many };
@@ -246,6 +267,7 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
             format!("rank {rank} has another pass of this step that is not finished; call its `finish` before")
         }
         Problem::Failed => format!("rank {rank}'s own code has failed"),
+        Problem::NotFinite(position) => format!("rank {rank}'s gradient of `{}` is not finite", path(position)),
     }
 }
 

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::finite::Finite;
 use crate::bucket::{BucketTable, Schedule, WINDOW, Weighting};
 use crate::compression::Compressor;
 use crate::lane::{Call, Input, Lane, Pending, Source, Target, Tensor, Tensors, Unconfirmed, input};
 use crate::parameters::Parameter;
-use crate::protocol::Refusal;
+use crate::protocol::{Problem, Refusal};
 use crate::shards::{Layout, Placement};
 use bonfire_core::internal::{AgreedOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
@@ -96,6 +97,8 @@ pub(crate) struct Exchange {
     /// Parts that are reduced over the ranks that keep the same ones.
     replicating: VecDeque<(usize, Box<dyn Pending>)>,
     unconfirmed: Unconfirmed,
+    /// If gradients that are not finite leave out the step.
+    finite: Option<Finite>,
     /// By position, the mean, or this rank's part of it.
     results: Vec<Option<Tensor>>,
 }
@@ -114,8 +117,27 @@ impl Exchange {
             reducing: VecDeque::new(),
             replicating: VecDeque::new(),
             unconfirmed: Unconfirmed::default(),
+            finite: None,
             results: (0..count).map(|_| None).collect(),
         }
+    }
+
+    /// Looks whether gradients are finite, if `skips` says so.
+    pub fn checked(mut self, skips: bool) -> Exchange {
+        self.finite = skips.then(|| Finite::new(self.model.clone()));
+        self
+    }
+
+    /// Looks whether a gradient is finite that does not [arrive](Self::arrive) now.
+    pub fn check(&mut self, position: usize, gradient: &Tensor) {
+        if let Some(finite) = &mut self.finite {
+            finite.add(position, gradient);
+        }
+    }
+
+    /// Returns the first gradient so far that is not finite.
+    pub fn not_finite(&self) -> Result<Option<Problem>, Error> {
+        self.finite.as_ref().map_or(Ok(None), Finite::problem)
     }
 
     /// Whether a gradient has arrived.
@@ -130,6 +152,7 @@ impl Exchange {
 
     /// Takes a gradient that it [takes](Self::takes).
     pub fn arrive(&mut self, position: usize, gradient: Tensor) {
+        self.check(position, &gradient);
         if self.channel.is_alone() {
             self.gradients[position] = Gradient::Sent;
             self.results[position] = Some(gradient);
@@ -225,6 +248,8 @@ impl Exchange {
         self.gradients.iter_mut().for_each(|gradient| *gradient = Gradient::Missing);
         self.schedule = Schedule::new(&buckets, self.gradients.len());
         self.buckets = buckets;
+        // They were checked before the ranks agreed on the step.
+        self.finite = None;
         late.into_iter().for_each(|(position, gradient)| self.arrive(position, gradient));
         self.finish()
     }

@@ -58,7 +58,7 @@ impl Last {
             }
         };
         let buckets = state.buckets(&shared.model.parameters, shared.on_devices);
-        let exchange = Exchange::new(shared.model.clone(), channel, buckets);
+        let exchange = Exchange::new(shared.model.clone(), channel, buckets).checked(state.skips());
         Ok(Last { main, agreement, exchange, gradients: Gradients::None, order: Vec::new(), failure: None })
     }
 
@@ -181,19 +181,24 @@ impl Last {
             }
         }
         let mut is_late = vec![false; steps.parameters().len()];
-        late.iter().for_each(|(position, _)| is_late[*position] = true);
+        for (position, gradient) in &late {
+            is_late[*position] = true;
+            self.exchange.check(*position, gradient);
+        }
         for (position, is_late) in is_late.iter_mut().enumerate() {
             match sums.mean(position, None, weight) {
                 Some(mean) if self.exchange.takes(position) => self.exchange.arrive(position, mean),
                 // A pass before has trained it, and the last one does not.
                 Some(mean) => {
                     *is_late = true;
+                    self.exchange.check(position, &mean);
                     late.push((position, mean));
                 }
                 None => {}
             }
         }
         let exists: Vec<bool> = (0..is_late.len()).map(|i| is_late[i] || self.exchange.has(i)).collect();
+        let problem = problem.map_or_else(|| self.exchange.not_finite(), |problem| Ok(Some(problem)))?;
         let trailer = Trailer { problem, ordered: !self.order.is_empty(), exists, late: is_late };
         let mut words = Writer::default();
         trailer.write(&mut words);

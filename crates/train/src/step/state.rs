@@ -2,7 +2,7 @@
 
 use std::mem::replace;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::exchange::{Channel, Model};
 use super::last::Last;
@@ -58,6 +58,8 @@ pub(super) struct State {
 pub(super) struct Settings {
     pub bucket_bytes: Option<usize>,
     pub compressor: Option<Compressor>,
+    /// Whether to leave out steps in which a gradient is not finite. All steps of one model share it.
+    pub skips: Arc<AtomicBool>,
 }
 
 impl State {
@@ -90,6 +92,7 @@ impl State {
     /// Fills in what a header says of this rank's state. Notices a change of what is trained.
     pub fn begin(&mut self, header: &mut Header) {
         header.steps = self.steps;
+        header.skips = self.skips();
         header.bucket_bytes = self.settings.bucket_bytes.unwrap_or(0) as u64;
         // Relaxed, as below: a program that makes passes on several threads orders them.
         if ![0, self.id].contains(&self.keeper.load(Ordering::Relaxed)) {
@@ -104,6 +107,11 @@ impl State {
             self.is_ordered = false;
             self.trained.clone_from(&header.trained);
         }
+    }
+
+    /// Whether to leave out steps in which a gradient is not finite.
+    pub fn skips(&self) -> bool {
+        self.settings.skips.load(Ordering::Relaxed)
     }
 
     /// Returns the first of the trained parameters that is of f64, which cannot travel compressed.

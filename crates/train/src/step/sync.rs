@@ -1,6 +1,6 @@
 //! Steps whose gradients are all there at once.
 
-use super::{Decided, Exchange, Outcome, Steps};
+use super::{Decided, Exchange, Finite, Outcome, Steps};
 use crate::agree::broadcast_value;
 use crate::lane::Tensor;
 use crate::protocol::{Header, Problem, Reader, Refusal, Trailer, Weight, Writer, failed};
@@ -51,8 +51,15 @@ impl Steps {
                 false => drop(problem.get_or_insert(Problem::Other(position))),
             }
         }
+        let mut finite = header.skips.then(|| Finite::new(self.shared.model.clone()));
         for (position, own) in own.iter_mut().enumerate() {
             *own = sums.mean(position, own.take(), weight);
+            if let (Some(own), Some(finite)) = (own, &mut finite) {
+                finite.add(position, own);
+            }
+        }
+        if let (None, Some(finite)) = (problem, finite) {
+            problem = finite.problem()?;
         }
 
         let weight = Weight { weight: sums.weight + weight, problem: None };

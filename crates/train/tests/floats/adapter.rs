@@ -59,6 +59,10 @@ impl Tensors for Floats {
         tensor(values(&one).iter().zip(values(&other)).map(|(a, b)| a + b).collect())
     }
 
+    fn sum(&self, tensor: Tensor, _: DType) -> Tensor {
+        self::tensor(vec![values(&tensor).iter().sum()])
+    }
+
     fn read(&self, tensor: Tensor) -> Box<dyn Read> {
         Box::new(Vector(values(&tensor).to_vec()))
     }
@@ -90,8 +94,14 @@ pub fn initial() -> Vec<Vec<f32>> {
     parameters().iter().zip(1..).map(|(p, seed)| (0..p.elements()).map(|i| wave(seed * 10 + i)).collect()).collect()
 }
 
+/// A sample with which no gradient is finite.
+pub const SPOILED: usize = usize::MAX;
+
 /// A sample: its inputs and its target.
 pub fn sample(index: usize) -> ([f32; INPUTS], f32) {
+    if index == SPOILED {
+        return ([1.0; INPUTS], f32::INFINITY);
+    }
     let inputs = std::array::from_fn(|i| ((index * 3 + i) as f32 * 1.3).cos());
     (inputs, (index as f32 * 0.9).sin())
 }

@@ -63,14 +63,14 @@ pub fn reference(ranks: usize) -> Model {
     model
 }
 
-fn means(outcome: Result<Outcome, Error>) -> Means {
+pub fn means(outcome: Result<Outcome, Error>) -> Means {
     match outcome.unwrap() {
         Outcome::Gradients(means) => means,
         Outcome::NoSamples => panic!("there are samples"),
     }
 }
 
-fn update(model: &mut Model, momentum: &Momentum, means: &Means) {
+pub fn update(model: &mut Model, momentum: &Momentum, means: &Means) {
     for (position, gradient) in means.gradients.iter().enumerate() {
         if let Some(gradient) = gradient {
             momentum.step(position, &mut model[position], values(gradient));
@@ -158,7 +158,7 @@ pub fn by_shards(group: Group, sharding: Sharding) -> Model {
 
 /// A fully sharded training: this rank's parts, by position.
 pub struct Sharded {
-    steps: GatherSteps,
+    pub steps: GatherSteps,
     parts: Model,
     momentum: Momentum,
     /// Whether the backward pass has kept what the forward pass has gathered.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 
 use bonfire_core::{DType, Error, Group};
-use bonfire_testing::{Kind, ranks, run_ranks};
+use bonfire_testing::{Kind, logged, ranks, run_ranks};
 use bonfire_train::checkpoint::{Checkpoints, Which};
 use bonfire_train::gather::GatherSteps;
 use bonfire_train::lane::{Elements, Memory, Read, Tensor, Tensors};
@@ -19,8 +19,10 @@ use bonfire_train::shards::Cut;
 use bonfire_train::step::{Gradients, Groups, Pass, Steps};
 use bonfire_train::{DeviceMesh, Sharding};
 
-use self::adapter::{Floats, initial, parameters, tensor};
-use self::forms::{Model, Sharded, batches, by_parts, by_shards, by_steps, by_sync, load, reference};
+use self::adapter::{Floats, Momentum, SPOILED, initial, parameters, tensor};
+use self::forms::{
+    Model, Sharded, batches, by_parts, by_shards, by_steps, by_sync, load, means, reference, step_of, steps, update,
+};
 
 fn check(name: &str, train: impl Fn(Group) -> Model + Clone + Send + 'static) {
     for n in 1..=4 {
@@ -82,6 +84,37 @@ fn parts_of_three_ranks_are_loaded_as_wholes_by_two() {
     assert_ne!(saved[0], initial());
 }
 
+#[test]
+fn a_step_with_a_gradient_that_is_not_finite_is_left_out_on_all_ranks() {
+    logged::record();
+    // In the second step the last rank has a bad sample, in the first of its two passes.
+    let spoiled = |rank: usize| if rank == 2 { vec![vec![SPOILED], vec![7]] } else { vec![vec![5]] };
+    let steps_of = |rank: usize, bad: bool| {
+        [batches(0, rank, 3)].into_iter().chain(bad.then(|| spoiled(rank))).chain([batches(1, rank, 3)])
+    };
+    let whole = |group: Group, bad: bool| {
+        let (rank, steps) = (group.rank(), steps(Groups::replicas(group).unwrap(), Cut::Rows));
+        steps.skip_non_finite();
+        let (mut model, momentum) = (initial(), Momentum::default());
+        for batches in steps_of(rank, bad) {
+            update(&mut model, &momentum, &means(step_of(&steps, &model, batches)));
+        }
+        model
+    };
+    let parts = |group: Group, bad: bool| {
+        let (rank, mut training) = (group.rank(), Sharded::new(group, false));
+        training.steps.skip_non_finite();
+        steps_of(rank, bad).for_each(|batches| training.step(batches));
+        training.whole()
+    };
+    for train in [&whole as &(dyn Fn(Group, bool) -> Model + Sync), &parts] {
+        assert_eq!(ranks(3, |group| train(group, true)), ranks(3, |group| train(group, false)));
+        let line = "training step 2 is left out on all ranks: rank 2's gradient of `first` is not finite";
+        assert_eq!(logged::lines(), [line]);
+        logged::clear();
+    }
+}
+
 /// Syncs the gradient of one parameter over blocks of two ranks, twice. Returns both errors. All ranks still hold their
 /// groups then, yet none waits.
 fn failing(group: Group, parameter: Parameter, readable: bool, failed: &Barrier) -> [Error; 2] {
@@ -117,6 +150,10 @@ impl Tensors for Readable {
 
     fn add(&self, one: Tensor, other: Tensor) -> Tensor {
         self.0.add(one, other)
+    }
+
+    fn sum(&self, tensor: Tensor, dtype: DType) -> Tensor {
+        self.0.sum(tensor, dtype)
     }
 
     fn read(&self, tensor: Tensor) -> Box<dyn Read> {

@@ -174,7 +174,8 @@ impl Pass {
         if self.backward.is_none()
             && let Some(channel) = self.engine.channel.take()
         {
-            let mut exchange = Exchange::new(self.shared.model.clone(), channel, self.buckets());
+            let exchange = Exchange::new(self.shared.model.clone(), channel, self.buckets());
+            let mut exchange = exchange.checked(self.shared.skips());
             // The buckets of what the forward pass has not used do not wait for its gradients.
             let unused = (0..self.expected.len()).filter(|position| !self.expected[*position]);
             unused.for_each(|position| exchange.arrive_zeros(position));
