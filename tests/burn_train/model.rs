@@ -209,7 +209,8 @@ pub type Loader = Arc<dyn DataLoader<B, Batch<B>>>;
 
 /// A loader of a rank's parts of the batches of all ranks, in the order of the samples.
 pub fn sharded(group: &Group, samples: impl Dataset<Sample> + 'static, batch: usize) -> Loader {
-    ShardedDataLoaderBuilder::new(Rows).batch_size(batch).num_workers(2).build(group, samples)
+    let builder = ShardedDataLoaderBuilder::<B, Sample, Batch<B>>::new(Rows);
+    builder.batch_size(batch).num_workers(2).build(group, samples)
 }
 
 pub fn devices(count: usize) -> Vec<WgpuDevice> {
