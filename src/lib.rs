@@ -27,6 +27,7 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
+//! | load batches on worker threads, in the order of a sampler | `ShardedDataLoader` (feature `dataset`) |
 //! | save and resume a training, on any number of ranks | [`Checkpoints`], [`TrainingState`] |
 //! | go on without lost ranks | [`DataParallel::shrink`] |
 //! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
@@ -46,6 +47,7 @@
 //!
 //! # Features
 //! * `flex` (default): tensors of burn's backend Flex are reduced in place. Without it they are copied once more.
+//! * `dataset` (default): a data loader for burn's data sets, with worker threads.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 //!
 //!   With `default-features = false` both are off, and nothing says so at run time: results are the same, and
@@ -97,6 +99,8 @@ pub use train::{
     Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
     Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
 };
+#[cfg(feature = "dataset")]
+pub use train::{ShardedDataLoader, ShardedDataLoaderBuilder};
 
 /// Runs the code of the README and of the guide.
 #[cfg(all(doctest, unix))]
@@ -110,6 +114,7 @@ mod pages {
 
     pages! {
         Readme: "../README.md",
+        Data: "../docs/guide/data.md",
         Devices: "../docs/guide/devices.md",
         Failures: "../docs/guide/failures.md",
         FromBurnCollective: "../docs/guide/from-burn-collective.md",

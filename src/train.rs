@@ -41,6 +41,8 @@
 mod adapter;
 mod batch_norm;
 pub mod checkpoint;
+#[cfg(feature = "dataset")]
+mod data_loader;
 mod data_parallel;
 mod embedding;
 mod fully_sharded;
@@ -63,6 +65,8 @@ mod walk;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::checkpoint::Checkpoints;
+#[cfg(feature = "dataset")]
+pub use self::data_loader::{ShardedDataLoader, ShardedDataLoaderBuilder};
 pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
@@ -74,4 +78,6 @@ pub use self::seeded::seeded;
 pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;
 pub use self::training_state::{AnyState, TrainingState};
+#[cfg(feature = "dataset")]
+pub use bonfire_train::loader::Batches;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding, compression};

@@ -3,6 +3,8 @@
 
 #[path = "burn_train/model.rs"]
 mod model;
+#[path = "burn_train/sharded.rs"]
+mod sharded;
 #[path = "burn_train/strategy.rs"]
 mod strategy;
 #[path = "burn_train/training.rs"]

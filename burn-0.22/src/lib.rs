@@ -9,6 +9,7 @@
 //! | save and resume a training, on any number of ranks | [`Checkpoints`], [`TrainingState`] |
 //! | normalise over the batch of all ranks | [`SyncBatchNorm`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
+//! | load batches on worker threads, in the order of a sampler | `ShardedDataLoader` (feature `dataset`) |
 //! | run collectives on tensors, with or without gradients | [`tensor::autodiff`], [`tensor::operation`] |
 //! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
 //! | run a program written for burn-collective, in one process | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
@@ -24,6 +25,7 @@
 //!   them, which is logged once on the last three. With `wgpu` also burn's `vulkan`, `metal` and `webgpu`.
 //! * `cubecl`: what the last three have in common. Alone it is for another of burn's backends on cubecl, which the
 //!   program turns on in burn.
+//! * `dataset` (default): a data loader for burn's data sets, with worker threads.
 //! * `learner`: a strategy for burn-train.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 
@@ -53,3 +55,5 @@ pub use train::{
     Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
     Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
 };
+#[cfg(feature = "dataset")]
+pub use train::{ShardedDataLoader, ShardedDataLoaderBuilder};

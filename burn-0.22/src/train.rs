@@ -26,6 +26,8 @@
 mod adapter;
 mod batch_norm;
 pub mod checkpoint;
+#[cfg(feature = "dataset")]
+mod data_loader;
 mod data_parallel;
 mod embedding;
 mod fully_sharded;
@@ -46,10 +48,14 @@ mod verify;
 mod walk;
 
 pub use bonfire_train::compression;
+#[cfg(feature = "dataset")]
+pub use bonfire_train::loader::Batches;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding};
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::checkpoint::Checkpoints;
+#[cfg(feature = "dataset")]
+pub use self::data_loader::{ShardedDataLoader, ShardedDataLoaderBuilder};
 pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};

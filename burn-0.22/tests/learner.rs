@@ -5,10 +5,12 @@
 mod model;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use bonfire::{DataParallelStrategy, Error, Group};
 use bonfire_testing::process::{Process, is_child, send_line};
 use bonfire_testing::ranks;
+use burn::data::dataloader::DataLoader;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
@@ -18,7 +20,7 @@ use burn_train::renderer::CliMetricsRenderer;
 use burn_train::{EarlyStoppingStrategy, Interrupter, Learner, LearningResult, SupervisedTraining};
 use tempfile::TempDir;
 
-use model::{Batches, Log, Net, Sample, loader, samples};
+use model::{Batch, Batches, Log, Net, Sample, loader, samples, sharded};
 
 const BATCH: usize = 2;
 const EPOCHS: usize = 3;
@@ -42,8 +44,8 @@ impl Training {
         Learner::new(Net::new(seed, log), optimizer, ExponentialLrSchedulerConfig::new(0.05, 0.9).init().unwrap())
     }
 
-    fn training(&self, folder: &Path, batches: Option<Batches>) -> SupervisedTraining<Net> {
-        let train = batches.map_or_else(|| loader(self.samples.clone(), BATCH), Batches::loader);
+    fn training(&self, folder: &Path, train: Option<Arc<dyn DataLoader<Batch>>>) -> SupervisedTraining<Net> {
+        let train = train.unwrap_or_else(|| loader(self.samples.clone(), BATCH));
         let training = SupervisedTraining::new(folder, train, loader(samples(5), BATCH))
             .metrics((LossMetric::new(),))
             .metric_train(LearningRateMetric::new())
@@ -68,7 +70,7 @@ impl Training {
     fn alone(&self, ranks: usize) -> (Log, TempDir) {
         let (log, folder) = (Log::default(), tempfile::tempdir().unwrap());
         let batches = Batches(self.iterations(ranks).iter().map(|batches| batches.concat()).collect());
-        let result = self.training(folder.path(), Some(batches)).launch(self.learner(0, &log));
+        let result = self.training(folder.path(), Some(batches.loader())).launch(self.learner(0, &log));
         assert!(result.error.is_none() && result.interrupted.is_none());
         (log, folder)
     }
@@ -208,6 +210,38 @@ fn rank_0_stops_early_for_all_and_all_resume_from_its_checkpoint() {
 }
 
 #[test]
+fn a_sharded_loader_is_not_sliced_again_and_goes_on_with_the_epoch_after_the_checkpoint() {
+    for (n, count) in [(1, 11), (2, 11), (3, 11), (3, 12)] {
+        let training = Training::of(count, None);
+        let one = Group::threads(1).unwrap().remove(0);
+        let (expected, folder) = (Log::default(), tempfile::tempdir().unwrap());
+        let whole = sharded(&one, training.samples.clone(), n * BATCH);
+        training.training(folder.path(), Some(whole)).launch(training.learner(0, &expected));
+        assert_eq!(expected.steps().len(), EPOCHS * count.div_ceil(n * BATCH));
+        let folder = tempfile::tempdir().unwrap();
+        let logs = ranks(n, |group| {
+            let (rank, log) = (group.rank(), Log::default());
+            let other = tempfile::tempdir().unwrap();
+            let folder = if rank == 0 { folder.path() } else { other.path() };
+            // Two epochs, and the third by another program, of which only rank 0 has the checkpoint.
+            for epochs in [2, EPOCHS] {
+                let loader = sharded(&group, training.samples.clone(), n * BATCH);
+                let part = Training { epochs, ..training.clone() };
+                let resumed = part.training(folder, Some(loader)).with_default_checkpointers();
+                let resumed = if rank == 0 && epochs == EPOCHS { resumed.checkpoint(2) } else { resumed };
+                let learner = part.learner(10 * rank, &log);
+                let result = DataParallelStrategy::new(group.clone()).launch(resumed, learner).expect("no failure");
+                assert!(result.error.is_none());
+            }
+            log
+        });
+        for log in &logs {
+            assert_near(&log.steps().concat(), &expected.steps().concat(), &format!("{n} ranks, {count} samples"));
+        }
+    }
+}
+
+#[test]
 fn interrupting_a_rank_stops_all_after_the_same_iteration() {
     let training = Training::of(24, None);
     // As burn's, a training that was interrupted before makes one iteration.
@@ -246,7 +280,8 @@ fn data_that_cannot_be_loaded_ends_the_training_on_all_ranks() {
         let own = if group.rank() == 1 { Batches(vec![Vec::new(); 3]) } else { Batches(vec![samples(2); 3]) };
         let (folder, log) = (tempfile::tempdir().unwrap(), Log::default());
         let learner = training.learner(0, &log);
-        let result = DataParallelStrategy::new(group).launch(training.training(folder.path(), Some(own)), learner);
+        let result =
+            DataParallelStrategy::new(group).launch(training.training(folder.path(), Some(own.loader())), learner);
         assert_eq!(log.steps().len(), 0);
         result.unwrap().error.expect("an error").to_string()
     });

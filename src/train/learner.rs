@@ -30,6 +30,7 @@ use burn_train::{
 use self::rank::{Leader, Rank, Settings};
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
+use bonfire_train::loader::for_rank;
 
 /// A strategy for burn-train's [`SupervisedTraining`](burn_train::SupervisedTraining): data-parallel training on the
 /// devices of one or several processes.
@@ -59,7 +60,9 @@ use bonfire_core::{Error, Group};
 /// remainder). In each iteration each rank trains with one batch, and an optimizer step uses the mean over the samples
 /// of all these batches; with accumulation, the sum of these means. The gradients are exchanged during the backward
 /// pass, as by [`DataParallel::last_pass`](super::DataParallel::last_pass). The learning rate schedule advances by one
-/// for each batch. All ranks start with rank 0's parameters.
+/// for each batch. All ranks start with rank 0's parameters. A [`ShardedDataLoader`](crate::ShardedDataLoader) is not
+/// split: each rank gets its part of each global batch, in the epoch that it trains. Build it with the group of any
+/// rank of the process, and keep no handle of that.
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
 /// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
@@ -196,14 +199,14 @@ where
         let strategy = self.0;
         let ranks = std::mem::take(&mut *lock(&strategy.ranks));
         *lock(&strategy.failure) = None;
-        let Some((first, group)) = ranks.first() else {
+        let Some((first, _)) = ranks.first() else {
             let reason =
                 "its groups are gone with an earlier training, which failed or still runs; make a new strategy";
             strategy.fail(Error::argument("data parallel strategy", reason))
         };
         // burn initialises parameters at their first use. This does it once for all ranks, before any thread can.
         learner.fork(first);
-        let parts = split(&train, group.world_size());
+        let parts = split(&train, &ranks);
 
         let settings = Settings {
             first_epoch: starting_epoch,
@@ -228,6 +231,8 @@ where
         });
         let threads: Vec<_> = threads.collect();
         drop(learner);
+        // Loaders may have handles of the groups.
+        drop((train, parts));
 
         let outcomes: Vec<_> = thread::scope(|scope| {
             let threads = threads.into_iter().map(|(device, group, rank)| {
@@ -276,10 +281,18 @@ impl<B: Backend> DataParallelStrategy<B> {
     }
 }
 
-/// Splits the samples into one part per rank, as burn's strategy does. A shuffling loader draws a seed for each part in
-/// turn, so every process must make all parts.
-fn split<B: Backend, O>(loader: &Arc<dyn DataLoader<B, O>>, ranks: usize) -> Vec<Arc<dyn DataLoader<B, O>>> {
-    let samples = loader.num_items();
+/// Splits the samples into one part per rank of the group, as burn's strategy does. A shuffling loader draws a seed for
+/// each part in turn, so every process must make all parts. A loader that is sharded already is not sliced.
+fn split<B: Backend, O>(
+    loader: &Arc<dyn DataLoader<B, O>>,
+    own: &[(B::Device, Group)],
+) -> Vec<Arc<dyn DataLoader<B, O>>> {
+    let (samples, ranks) = (loader.num_items(), own[0].1.world_size());
     let start = |rank| if rank == ranks { samples } else { rank * (samples / ranks) };
-    (0..ranks).map(|rank| loader.slice(start(rank), start(rank + 1))).collect()
+    let slice = |rank| {
+        // The parts of other processes' ranks are not used.
+        let (_, group) = own.iter().find(|(_, group)| group.rank() == rank).unwrap_or(&own[0]);
+        for_rank(group, || loader.slice(start(rank), start(rank + 1)))
+    };
+    (0..ranks).map(slice).collect()
 }

@@ -5,11 +5,11 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use bonfire::{Group, SyncBatchNorm, SyncBatchNormConfig, WgpuDevice};
+use bonfire::{Group, ShardedDataLoaderBuilder, SyncBatchNorm, SyncBatchNormConfig, WgpuDevice};
 use burn::backend::Autodiff;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
-use burn::data::dataset::InMemDataset;
+use burn::data::dataset::{Dataset, InMemDataset};
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
 use burn::optim::{GradientsParams, Optimizer};
@@ -203,6 +203,14 @@ impl<B: Backend> Batcher<B, Sample, Batch<B>> for Rows {
 /// A loader of all samples in their order.
 pub fn loader<B: Backend>(samples: Vec<Sample>, batch: usize, device: &B::Device) -> Arc<dyn DataLoader<B, Batch<B>>> {
     DataLoaderBuilder::new(Rows).batch_size(batch).set_device(device.clone()).build(InMemDataset::new(samples))
+}
+
+pub type Loader = Arc<dyn DataLoader<B, Batch<B>>>;
+
+/// A loader of a rank's parts of the batches of all ranks, in the order of the samples.
+pub fn sharded(group: &Group, samples: impl Dataset<Sample> + 'static, batch: usize) -> Loader {
+    let builder = ShardedDataLoaderBuilder::<B, Sample, Batch<B>>::new(Rows);
+    builder.batch_size(batch).num_workers(2).build(group, samples)
 }
 
 pub fn devices(count: usize) -> Vec<WgpuDevice> {

@@ -18,7 +18,7 @@ use burn_train::{Learner, LearningComponentsMarker, SupervisedTraining, Training
 
 use tempfile::TempDir;
 
-use crate::model::{B, Net, Rows, Sample, Steps, loader, samples, values};
+use crate::model::{B, Loader, Net, Rows, Sample, Steps, loader, samples, values};
 
 pub type Sgd = burn::optim::adaptor::OptimizerAdaptor<burn::optim::Sgd<bonfire::Wgpu>, Net<B>, B>;
 pub type Components = LearningComponentsMarker<B, ExponentialLrScheduler, Net<B>, Sgd>;
@@ -84,6 +84,18 @@ impl Training {
         settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
     ) -> Vec<f32> {
         let train = loader(self.samples.clone(), self.batch, &Default::default());
+        self.run_loaded(folder, train, model, strategy, settings)
+    }
+
+    /// As [`run_in`](Self::run_in), with this loader of the samples.
+    pub fn run_loaded(
+        &self,
+        folder: &Path,
+        train: Loader,
+        model: Net<B>,
+        strategy: TrainingStrategy<Components>,
+        settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
+    ) -> Vec<f32> {
         let valid = loader(samples(self.validation), 1, &Default::default());
         let mut training = SupervisedTraining::new(folder, train, valid)
             .metrics((LossMetric::<burn::backend::Flex>::new(),))

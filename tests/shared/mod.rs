@@ -4,6 +4,8 @@ mod chaos;
 pub mod checkpoint_versions;
 pub mod checkpoints;
 mod compression;
+#[cfg(feature = "dataset")]
+mod data_loader;
 mod data_parallel;
 pub mod fully_sharded;
 mod mesh;

@@ -56,11 +56,12 @@ use bonfire_core::{Error, Group};
 /// # What the ranks do
 /// All ranks have loaders of the same data. As in burn's distributed strategy, each trains on a part of equal length,
 /// and the last one also gets the remainder. In an iteration each rank trains with one batch, so batches of `b` samples
-/// on `n` ranks are those of `n * b` samples on one device. All else is as on one device: an iteration uses the mean
-/// over the samples of all its batches, gradients of accumulated iterations are added, and the learning rate schedule
-/// advances with each step of the optimizer. Gradients are exchanged during the backward pass, as by
-/// [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model, start
-/// with rank 0's parameters, and end with the same.
+/// on `n` ranks are those of `n * b` samples on one device. A [`ShardedDataLoader`](crate::ShardedDataLoader) is not
+/// split: each rank gets its part of each global batch, in the epoch that it trains. All else is as on one device: an
+/// iteration uses the mean over the samples of all its batches, gradients of accumulated iterations are added, and the
+/// learning rate schedule advances with each step of the optimizer. Gradients are exchanged during the backward pass,
+/// as by [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model,
+/// start with rank 0's parameters, and end with the same.
 ///
 /// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Metrics of
 /// training are over its own batches. Its folder is the only one that is written to; the others may have the same.
@@ -168,7 +169,6 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
         *lock(&self.failure) = None;
         let interrupter = components.interrupter;
         let mut leader = Leader {
-            train_items: train.num_items(),
             valid,
             processor: components.event_processor,
             checkpointer: components.checkpointer,

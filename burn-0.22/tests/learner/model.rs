@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
+use bonfire::{Group, ShardedDataLoaderBuilder};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder, DataLoaderIterator, Progress};
 use burn::data::dataset::{DatasetError, InMemDataset};
@@ -169,6 +170,12 @@ impl Batcher<Sample, Batch> for Rows {
 /// A loader of all samples in their order.
 pub fn loader(samples: Vec<Sample>, batch: usize) -> Arc<dyn DataLoader<Batch>> {
     DataLoaderBuilder::new(Rows).batch_size(batch).build(InMemDataset::new(samples))
+}
+
+/// A loader of this rank's parts of the batches of all ranks, which differ between epochs.
+pub fn sharded(group: &Group, samples: Vec<Sample>, batch: usize) -> Arc<dyn DataLoader<Batch>> {
+    let builder = ShardedDataLoaderBuilder::new(Rows).batch_size(batch).shuffle(4).num_workers(2);
+    builder.build(group, InMemDataset::new(samples))
 }
 
 /// Batches of any lengths. One without samples cannot be loaded.

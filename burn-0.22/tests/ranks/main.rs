@@ -7,6 +7,9 @@ mod digits;
 mod burn_version;
 #[path = "../common/checkpoint_version.rs"]
 mod checkpoint_version;
+#[cfg(feature = "dataset")]
+#[path = "../common/loader_version.rs"]
+mod loader_version;
 #[path = "../../../tests/common/model_data.rs"]
 mod model_data;
 #[path = "../../../tests/shared/mod.rs"]

@@ -26,6 +26,7 @@ mod shrink;
 mod subgroup;
 mod trace;
 mod turn;
+mod values;
 mod workspace;
 
 pub use self::agreed::{Agreed, AgreedOperations, Peers, Started};

@@ -10,6 +10,7 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`gather::GatherSteps`] |
 //! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
+//! | load their batches on worker threads, in order | [`loader::Loader`] |
 //! | keep the ranks of a training loop in lockstep | [`step::iteration`] |
 //! | draw the same weights on all ranks | [`agree::seeded`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
@@ -25,7 +26,9 @@ pub mod checkpoint;
 pub mod compression;
 pub mod gather;
 pub mod lane;
+pub mod loader;
 mod mesh;
+mod panics;
 pub mod parameters;
 pub mod protocol;
 mod sampler;
@@ -33,4 +36,4 @@ pub mod shards;
 pub mod step;
 
 pub use self::mesh::{DeviceMesh, Sharding};
-pub use self::sampler::{Epoch, ShardedSampler};
+pub use self::sampler::{Epoch, ShardedSampler, Tail};

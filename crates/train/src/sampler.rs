@@ -38,15 +38,27 @@ pub struct ShardedSampler {
     group: Group,
     len: usize,
     batch: usize,
-    seed: u64,
+    order: Order,
     tail: Tail,
+}
+
+/// The order of an epoch's samples.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    /// That of the data set.
+    Sequential,
+    /// Shuffled, by this seed and the epoch.
+    Shuffled(u64),
 }
 
 /// How the samples that do not fill a batch are handled.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Tail {
+pub enum Tail {
+    /// They are a smaller batch.
     Keep,
+    /// The first samples of the epoch fill their batch.
     Pad,
+    /// They are left out.
     Drop,
 }
 
@@ -61,67 +73,119 @@ impl ShardedSampler {
         if batch == 0 {
             return Err(Error::argument("sampler", "a batch needs at least one sample"));
         }
-        Ok(ShardedSampler { group: group.clone(), len, batch, seed: 0, tail: Tail::Keep })
+        Ok(ShardedSampler::of_batches(group, len, batch))
     }
 
-    /// Sets the seed of the shuffle. Default: 0
+    /// As [`new`](Self::new), where `batch` is not 0.
+    pub(crate) fn of_batches(group: &Group, len: usize, batch: usize) -> ShardedSampler {
+        ShardedSampler { group: group.clone(), len, batch, order: Order::Shuffled(0), tail: Tail::Keep }
+    }
+
+    /// Sets the seed of the shuffle. Default: 0. Replaces an earlier [`sequential`](Self::sequential).
     pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = seed;
+        self.order = Order::Shuffled(seed);
+        self
+    }
+
+    /// Takes the samples in the order of the data set, the same in each epoch, as for validation.
+    pub fn sequential(mut self) -> Self {
+        self.order = Order::Sequential;
         self
     }
 
     /// Fills the last batch of an epoch with samples from the start of the epoch, which then occur more than once.
     /// Replaces an earlier [`drop_last`](Self::drop_last).
-    pub fn pad(mut self) -> Self {
-        self.tail = Tail::Pad;
-        self
+    pub fn pad(self) -> Self {
+        self.tail(Tail::Pad)
     }
 
     /// Drops the samples that do not fill a batch. Their selection depends on the epoch. Replaces an earlier
     /// [`pad`](Self::pad).
-    pub fn drop_last(mut self) -> Self {
-        self.tail = Tail::Drop;
-        self
+    pub fn drop_last(self) -> Self {
+        self.tail(Tail::Drop)
     }
 
     /// Returns the number of batches in an epoch: the number of training steps, on every rank.
     pub fn batches(&self) -> usize {
+        let (whole, rest) = self.batches_after(0);
+        whole + usize::from(rest > 0)
+    }
+
+    /// Returns how many batches are whole behind the first `begun` samples of an epoch, and the samples of a last one
+    /// that is smaller; 0 without one.
+    pub(crate) fn batches_after(&self, begun: usize) -> (usize, usize) {
+        let left = self.len.saturating_sub(begun);
         match self.tail {
-            Tail::Keep | Tail::Pad => self.len.div_ceil(self.batch),
-            Tail::Drop => self.len / self.batch,
+            Tail::Keep => (left / self.batch, left % self.batch),
+            Tail::Pad => (left.div_ceil(self.batch), 0),
+            Tail::Drop => (left / self.batch, 0),
         }
+    }
+
+    /// Returns the number of this rank's samples behind the first `begun` ones of an epoch, which are of all ranks.
+    pub(crate) fn own_after(&self, begun: usize) -> usize {
+        let (whole, rest) = self.batches_after(begun);
+        let own = |batch| partition(batch, self.group.world_size(), self.group.rank()).len();
+        whole * own(self.batch) + own(rest)
+    }
+
+    /// Returns the number of samples in the data set.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns the group whose ranks get the samples.
+    pub(crate) fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// Sets what happens to the samples that do not fill a batch.
+    pub(crate) fn tail(mut self, tail: Tail) -> Self {
+        self.tail = tail;
+        self
     }
 
     /// Returns an iterator over this rank's shards of the batches of epoch number `epoch`. A shard is a list of sample
-    /// indices in `0..len`. The order differs between epochs. All ranks must call it: it compares what they sample.
+    /// indices in `0..len`. A shuffled order differs between epochs. All ranks must call it: it compares what they
+    /// sample.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if they differ in the number of samples, the size of batches, the seed,
-    /// [`pad`](Self::pad) or [`drop_last`](Self::drop_last), or the epoch: it names two ranks and what each has. The
-    /// group remains usable. Otherwise those of [`Group::all_gather`].
+    /// [`Error::InvalidArgument`] on all ranks if they differ in the number of samples, the size of batches, the order
+    /// or the seed, [`pad`](Self::pad) or [`drop_last`](Self::drop_last), or the epoch: it names two ranks and what
+    /// each has. The group remains usable. Otherwise those of [`Group::all_gather`].
     #[track_caller]
     pub fn epoch(&self, epoch: usize) -> Result<Epoch, Error> {
-        let own = [self.len as u64, self.batch as u64, self.seed, self.tail as u64, epoch as u64];
+        let (shuffled, seed) = match self.order {
+            Order::Sequential => (0, 0),
+            Order::Shuffled(seed) => (1, seed),
+        };
+        let own = [self.len as u64, self.batch as u64, shuffled, seed, self.tail as u64, epoch as u64];
         let all = if self.group.world_size() > 1 { all_gather_values(&self.group, own)? } else { Vec::new() };
-        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
-            return Err(difference(&all[0], rank, &all[rank]));
+        match all.iter().position(|other| *other != all[0]) {
+            Some(rank) => Err(difference(&all[0], rank, &all[rank])),
+            None => Ok(self.shards(epoch)),
         }
-        Ok(self.shards(epoch))
     }
 
     fn shards(&self, epoch: usize) -> Epoch {
-        Epoch { sampler: self.clone(), order: shuffled(self.len, self.seed, epoch as u64), next: 0 }
+        let order = match self.order {
+            Order::Sequential => (0..self.len).collect(),
+            Order::Shuffled(seed) => shuffled(self.len, seed, epoch as u64),
+        };
+        Epoch { sampler: self.clone(), order, next: 0 }
     }
 }
 
 /// Says in what a rank's sampler differs from rank 0's. These are the words that [`ShardedSampler::epoch`] compares.
-fn difference(first: &[u64; 5], rank: usize, other: &[u64; 5]) -> Error {
-    let texts = |words: &[u64; 5]| {
-        let [len, batch, seed, tail, epoch] = words;
+fn difference(first: &[u64; 6], rank: usize, other: &[u64; 6]) -> Error {
+    let texts = |words: &[u64; 6]| {
+        let [len, batch, shuffled, seed, tail, epoch] = words;
+        let order = if *shuffled == 1 { "a shuffled" } else { "the data set's" };
         let rest = ["kept", "padded", "dropped"][*tail as usize % 3];
         [
             format!("{len} samples"),
             format!("batches of {batch}"),
+            format!("{order} order"),
             format!("the seed {seed}"),
             format!("a last batch that is {rest}"),
             format!("epoch {epoch}"),
@@ -154,16 +218,14 @@ impl Epoch {
         self
     }
 
-    /// Returns the number of samples in the next batch, of all ranks together.
-    fn next_batch(&self) -> usize {
-        let ShardedSampler { batch, tail, .. } = self.sampler;
-        let left = self.order.len().saturating_sub(self.next);
-        match tail {
-            Tail::Keep => left.min(batch),
-            Tail::Pad if left > 0 => batch,
-            Tail::Drop if left >= batch => batch,
-            Tail::Pad | Tail::Drop => 0,
-        }
+    /// Returns the number of this rank's samples that are left.
+    pub(crate) fn own_samples(&self) -> usize {
+        self.sampler.own_after(self.next)
+    }
+
+    /// Returns the samples of all ranks in a last batch that is smaller than the others; 0 without one.
+    pub(crate) fn rest(&self) -> usize {
+        self.sampler.batches_after(self.next).1
     }
 }
 
@@ -171,10 +233,12 @@ impl Iterator for Epoch {
     type Item = Vec<usize>;
 
     fn next(&mut self) -> Option<Vec<usize>> {
-        let (batch, group) = (self.next_batch(), &self.sampler.group);
-        if batch == 0 {
-            return None;
-        }
+        let group = &self.sampler.group;
+        let batch = match self.sampler.batches_after(self.next) {
+            (0, 0) => return None,
+            (0, rest) => rest,
+            _ => self.sampler.batch,
+        };
         let own = partition(batch, group.world_size(), group.rank());
         // Behind the last sample the first ones pad the batch.
         let shard = own.map(|i| self.order[(self.next + i) % self.order.len()]).collect();
@@ -183,8 +247,8 @@ impl Iterator for Epoch {
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let (left, batch) = (self.order.len().saturating_sub(self.next), self.sampler.batch);
-        let batches = if self.sampler.tail == Tail::Drop { left / batch } else { left.div_ceil(batch) };
+        let (whole, rest) = self.sampler.batches_after(self.next);
+        let batches = whole + usize::from(rest > 0);
         (batches, Some(batches))
     }
 }
@@ -283,12 +347,20 @@ mod tests {
     #[test]
     fn samplers_that_differ_are_an_error_on_all_ranks() {
         type Make = fn(&Group) -> Result<ShardedSampler, Error>;
-        let cases: [(Make, usize, &str); 5] = [
+        let cases: [(Make, usize, &str); 6] = [
             (|group| ShardedSampler::new(group, 100 - group.rank(), 10), 0, "100 samples, and rank 1's 99 samples"),
             (
                 |group| ShardedSampler::new(group, 100, 10 + group.rank() / 2),
                 0,
                 "batches of 10, and rank 2's batches of 11",
+            ),
+            (
+                |group| {
+                    let sampler = ShardedSampler::new(group, 9, 2)?;
+                    Ok(if group.rank() == 1 { sampler.sequential() } else { sampler })
+                },
+                0,
+                "a shuffled order, and rank 1's the data set's order",
             ),
             (
                 |group| Ok(ShardedSampler::new(group, 9, 2)?.seed(group.rank() as u64)),
@@ -328,6 +400,8 @@ mod tests {
         assert_ne!(order(&sampler, 0), order(&sampler.clone().seed(43), 0));
         // This order must never change: checkpoints rely on it.
         assert_eq!(order(&sampler, 0), [4, 5, 0, 3, 6, 7, 1, 2]);
+        let sequential = sampler.sequential();
+        assert_eq!([0, 1].map(|epoch| order(&sequential, epoch)), [0, 1].map(|_| (0..8).collect::<Vec<_>>()));
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::train::record::recordable;
 use crate::train::resume::share;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
+use bonfire_train::loader::at_epoch;
 use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::step::layers::attempt;
 
@@ -126,14 +127,15 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     /// Trains until no rank has a batch left. Returns whether a rank was interrupted before.
     fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<bool, Error> {
         let train = self.train.clone();
-        let mut batches = train.iter();
+        // burn counts epochs from 1.
+        let mut batches = at_epoch(epoch.items_processed.saturating_sub(1), || train.iter());
         // As in burn, batches of the last epoch that no step has used count nothing.
         ddp.replicas.steps.forget_passes();
         // Iterations since the last step of the optimizer.
         let mut accumulated = 0;
         let (mut count, mut processed) = (0, 0);
         loop {
-            let batch = batches.next();
+            let batch = attempt(|| batches.next())?;
             let progress = batches.progress();
             let samples = progress.items_processed.saturating_sub(processed) as u64;
             processed = progress.items_processed;

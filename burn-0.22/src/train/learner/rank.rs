@@ -18,6 +18,7 @@ use crate::train::model::Parameters;
 use crate::train::pass::{Form, means};
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
+use bonfire_train::loader::{at_epoch, for_rank};
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::step::layers::attempt;
@@ -27,8 +28,6 @@ const OPERATION: &str = "data parallel strategy";
 /// What rank 0 needs for its tasks besides training: validation, metrics, checkpoints and early stopping. The other
 /// ranks have it too, and do not use it.
 pub(super) struct Leader<M: LearnerModel> {
-    /// The samples of all ranks.
-    pub train_items: usize,
     pub valid: ValidLoader<M>,
     pub processor: SupervisedTrainingEventProcessor<M>,
     pub checkpointer: Option<LearningCheckpointer<M>>,
@@ -52,14 +51,16 @@ impl<M: LearnerModel> Rank<'_, M> {
         let ddp = self.prepare(&leader.store)?;
         let device = self.learner.model().devices().remove(0);
         let train = self.part(train).to_device(&device);
+        let samples = all_gather_values(self.group, [train.num_items() as u64])?;
+        let total_items = samples.as_flattened().iter().sum::<u64>() as usize;
         leader.valid = leader.valid.to_device(&device.inner());
         let is_leader = self.group.rank() == 0;
         for epoch in self.epochs[0]..=self.epochs[1] {
             if is_leader {
-                let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items: leader.train_items };
+                let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items };
                 self.interrupter.fail_on_error(leader.processor.process_train(start));
             }
-            let stops = self.train_epoch(&ddp, &train, is_leader.then_some(&mut *leader))?;
+            let stops = self.train_epoch(&ddp, epoch, &train, is_leader.then_some(&mut *leader))?;
             if is_leader {
                 self.interrupter.fail_on_error(leader.processor.process_train(LearnerEvent::EndSplit(epoch)));
             }
@@ -98,14 +99,15 @@ impl<M: LearnerModel> Rank<'_, M> {
     }
 
     /// Returns this rank's part of the samples, as burn's distributed strategy does. A shuffling loader draws a seed
-    /// for each part in turn, so every rank makes all parts.
+    /// for each part in turn, so every rank makes all parts. A loader that is sharded already is not sliced.
     fn part(&self, train: TrainLoader<M>) -> TrainLoader<M> {
         let (samples, ranks) = (train.num_items(), self.group.world_size());
         if ranks == 1 {
             return train;
         }
         let start = |rank| if rank == ranks { samples } else { rank * (samples / ranks) };
-        let mut parts: Vec<_> = (0..ranks).map(|rank| train.slice(start(rank), start(rank + 1))).collect();
+        let slice = |rank| for_rank(self.group, || train.slice(start(rank), start(rank + 1)));
+        let mut parts: Vec<_> = (0..ranks).map(slice).collect();
         parts.swap_remove(self.group.rank())
     }
 
@@ -113,10 +115,12 @@ impl<M: LearnerModel> Rank<'_, M> {
     fn train_epoch(
         &mut self,
         ddp: &DataParallel,
+        epoch: usize,
         train: &TrainLoader<M>,
         mut leader: Option<&mut Leader<M>>,
     ) -> Result<bool, Error> {
-        let mut batches = train.iter();
+        // burn counts epochs from 1.
+        let mut batches = at_epoch(epoch.saturating_sub(1), || train.iter());
         // As in burn, iterations of the last epoch that no step has used count nothing.
         ddp.replicas.steps.forget_passes();
         // Iterations since the last step of the optimizer.

@@ -12,6 +12,7 @@ use super::folder::{Draft, begin, commit, discard, draft, file_name, sync};
 use super::format::{self, FileId, FileSummary, Manifest};
 use super::parts::{Parts, check_equal};
 use super::{Collect, OPENING, SAVING, Snapshot};
+use crate::panics::message;
 use crate::parameters::Digested;
 use bonfire_core::internal::{AgreedOperations, process_number, random};
 use bonfire_core::{Error, Group};
@@ -174,6 +175,5 @@ fn same_contents(of_ranks: &[Contents]) -> Result<Contents, Error> {
 }
 
 pub(super) fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    Error::broken(SAVING, format!("it panicked: {}", text.unwrap_or("without a message")))
+    Error::broken(SAVING, format!("it panicked: {}", message(panic)))
 }
