@@ -47,7 +47,7 @@ use std::net::SocketAddr;
 
 pub use self::accept_queue::{AcceptQueue, RETRY};
 pub use self::connect::{accept_handshake, confirm, dial, dial_blocking};
-pub use self::listener::Listener;
+pub use self::listener::{Listener, bind_all};
 pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 #[cfg(all(feature = "shm", target_os = "linux"))]

@@ -35,6 +35,7 @@ use std::{fmt, io};
 
 use serde::{Deserialize, Serialize};
 
+pub use self::dial::Dialler;
 use self::join::Joined;
 use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
