@@ -228,6 +228,41 @@ fn a_node_that_dies_is_named_and_later_calls_fail_at_once() {
     assert_eq!(gate.read(&mut [0]).unwrap(), 0);
 }
 
+/// Answers a connection as something that is not the orchestrator, after its first bytes.
+fn refuse(mut stream: TcpStream, answer: &[u8]) {
+    let _ = stream.read(&mut [0; 8]);
+    let _ = stream.write_all(answer);
+}
+
+const WEB_SERVER: &[u8] = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n";
+
+/// At the orchestrator's port are a server of another kind, and then a job with another secret, until both have ended.
+#[test]
+fn nodes_wait_for_an_orchestrator_whose_port_others_have_before() {
+    const TEST: &str = "nodes_wait_for_an_orchestrator_whose_port_others_have_before";
+    if let Some((node, ports)) = std::env::var_os("COLLECTIVE_TEST_NODE").and_then(|_| as_nodes(TEST, 0)) {
+        let config = config(node, 2, 1, ports[0], ports[1 + usize::from(node)]);
+        register::<Flex>(PeerId(node.into()), Default::default(), config).unwrap();
+        assert_eq!(sum::<Flex>(PeerId(node.into()), vec![f32::from(node) + 1.0]).unwrap(), [3.0]);
+        return finish_collective::<Flex>(PeerId(node.into())).unwrap();
+    }
+    let ports: Vec<u16> = (0..3).map(|_| free_port()).collect();
+    let text = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
+    let server = TcpListener::bind(("127.0.0.1", ports[0])).unwrap();
+    let nodes = [0, 1].map(|node| child(TEST, node, &text));
+    let other_secret = [b"BNFA", &wire::VERSION.to_le_bytes()[..], &[3, 0]].concat();
+    for answer in [WEB_SERVER, &other_secret] {
+        (0..4).for_each(|_| refuse(server.accept().unwrap().0, answer));
+    }
+    drop(server);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    spawn(move || runtime.block_on(start_global_orchestrator(ports[0])));
+    for node in nodes {
+        let output = node.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 /// Registers three nodes, as threads, and returns their results.
 fn register_three(configs: [CollectiveConfig; 3]) -> Vec<Result<(), CollectiveError>> {
     let [a, b, c] = configs;
@@ -286,10 +321,9 @@ fn registration_without_orchestrator_or_nodes_ends_by_the_deadline() {
     assert!(alone.contains("has not answered within") && alone.contains("fewer than 2 nodes"), "{alone}");
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
-    let server = spawn(move || other.accept().unwrap().0.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap());
+    spawn(move || other.incoming().for_each(|stream| refuse(stream.unwrap(), WEB_SERVER)));
     let wrong = CollectiveError::Global(GlobalCollectiveError::WrongOrchestratorResponse);
     assert_eq!(attempt(config(port)), wrong);
-    server.join().unwrap();
     let no_port = config(1).with_global_address("localhost".parse().unwrap());
     assert_eq!(attempt(no_port), CollectiveError::InvalidConfig);
     // The peer is free to try again.
@@ -327,7 +361,8 @@ fn nodes_and_their_orchestrator_authenticate_each_other() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     };
     let orchestrator = start(ORCHESTRATOR);
-    succeeds(child(TEST, STRANGER, &ports));
+    // It tries again until its time is up.
+    succeeds(command(TEST, STRANGER, &ports).env("BONFIRE_DEADLINE", "1").spawn().unwrap());
     for node in [start(0), start(1)] {
         succeeds(node);
     }

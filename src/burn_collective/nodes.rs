@@ -1,11 +1,12 @@
 //! A node's connection to the other nodes: registration with the orchestrator, and operations of the group of nodes.
 
+use std::cell::RefCell;
 use std::io::ErrorKind;
 use std::time::Duration;
 
 use burn::tensor::TensorData;
-use tokio::net::{TcpStream, lookup_host};
-use tokio::time::{sleep, timeout};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 
 use super::claim::{self, ClaimResult, merge};
 use super::config::{AllReduceStrategy, MultiNode};
@@ -13,7 +14,7 @@ use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::{NodeId, PeerId};
-use bonfire_core::internal::{OwnRuntime, Prologue, Purpose, RETRY, Refusal, dial, frame, open};
+use bonfire_core::internal::{Dialler, OwnRuntime, Prologue, Purpose, Refusal, frame};
 use bonfire_core::{Algorithm, Deadline, Error, Group, ReduceOp, Secret};
 
 /// The timeout for nodes to register and to connect.
@@ -55,8 +56,7 @@ impl Node {
             Some(AllReduceStrategy::Ring) | None => None,
         };
         let (first, first_port) = nodes.first().ok_or(GlobalCollectiveError::WrongOrchestratorResponse)?;
-        let first =
-            if first.contains(':') { format!("[{first}]:{first_port}") } else { format!("{first}:{first_port}") };
+        let first = address(first, *first_port);
         let builder = Group::builder().rank(id.rank()).world_size(nodes.len()).address(first).host(host.clone());
         let builder = builder.deadline(limit).rendezvous_timeout(rendezvous);
         let builder = algorithm.into_iter().fold(builder, |builder, algorithm| builder.algorithms(algorithm));
@@ -132,41 +132,42 @@ async fn register(
     }
 }
 
-/// Connects to the orchestrator, which may start later than the nodes, and authenticates.
+/// Connects to the orchestrator, which may start later than the nodes, and authenticates. Until it has, nothing that
+/// answers at the orchestrator's address is final.
 async fn connect_orchestrator(
-    orchestrator: &(String, u16),
+    (host, port): &(String, u16),
     num_nodes: u32,
     secret: Option<&Secret>,
     deadline: &Deadline,
 ) -> Result<TcpStream, GlobalCollectiveError> {
-    let (host, port) = orchestrator;
     // Nodes have no ids yet.
     let (session, from, to, number, of) = (0, 0, 0, 0, 1);
     let prologue = Prologue { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
-    loop {
-        let attempt = async {
-            let addresses = match lookup_host((host.as_str(), *port)).await {
-                Ok(addresses) => Vec::from_iter(addresses),
-                Err(error) => return Ok(Err(Refusal::Io(error))),
-            };
-            match open(secret, &addresses).await? {
-                Ok(mut stream) => Ok(dial(&mut stream, secret, prologue).await.map(|_| stream)),
-                Err(error) => Ok(Err(Refusal::Io(error))),
-            }
-        };
-        let timed_out = |_| Ok(Err(Refusal::Io(ErrorKind::TimedOut.into())));
-        let attempt = timeout(deadline.remaining(), attempt).await.unwrap_or_else(timed_out);
-        match attempt.map_err(|error: Error| GlobalCollectiveError::Server(error.to_string()))? {
-            Ok(stream) => return Ok(stream),
-            Err(Refusal::Io(error)) if deadline.passed() => {
-                log::error!("orchestrator at {host}:{port}: {error} after {:.1?}", deadline.elapsed());
-                return Err(GlobalCollectiveError::OrchestratorUnreachable);
-            }
-            Err(Refusal::Io(_)) => sleep(RETRY.min(deadline.remaining())).await,
-            Err(Refusal::Stranger) => return Err(GlobalCollectiveError::WrongOrchestratorResponse),
-            Err(refusal) => return Err(connection_error(orchestrator, &refusal)),
-        }
+    let (address, names) = (address(host, *port), ["this node".to_owned(), "the orchestrator".to_owned()]);
+    let waiting_for = RefCell::new(String::new());
+    let mut dialler = Dialler::new(secret, names, &address, prologue, "");
+    match timeout(deadline.remaining(), dialler.dial(&waiting_for)).await {
+        Ok(Ok((stream, _))) => return Ok(stream),
+        Ok(Err(error)) => return Err(GlobalCollectiveError::Server(error.to_string())),
+        Err(_) => {}
     }
+    let reason = format!("{} after {:.1?}", waiting_for.take(), deadline.elapsed());
+    match dialler.refusal() {
+        None | Some(Refusal::Io(_)) => {
+            log::error!("{reason}");
+            Err(GlobalCollectiveError::OrchestratorUnreachable)
+        }
+        Some(Refusal::Stranger) => {
+            log::error!("{reason}");
+            Err(GlobalCollectiveError::WrongOrchestratorResponse)
+        }
+        Some(_) => Err(GlobalCollectiveError::Server(reason)),
+    }
+}
+
+/// Returns host and port as one text.
+fn address(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
 fn connection_error((host, port): &(String, u16), why: &dyn std::error::Error) -> GlobalCollectiveError {

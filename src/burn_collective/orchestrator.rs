@@ -97,7 +97,7 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
                         accept_handshake(&mut stream, secret.as_ref(), 0, fits).await?;
                         Ok(stream)
                     };
-                    accept_queue.receive(address, handshake, move |mut stream| async move {
+                    accept_queue.receive(address.ip().to_canonical(), handshake, move |mut stream| async move {
                         confirm(&mut stream).await?;
                         // Fails only if the orchestrator has ended meanwhile.
                         let _ = authenticated.send((stream, address));

@@ -12,6 +12,7 @@
 //! | listener | 8 | accepted, or the reason for the refusal |
 //! | | 8 or 56 | session number of the job; with a secret, as the payload of `e, ee` |
 //! | dialler | 16 | only with a secret: an empty message under the transport keys |
+//! | both | | only on data connections with a secret: the largest packets (`packets`) |
 //! | listener | 1 | confirmation: the listener has taken the connection |
 //!
 //! The dialler's last message defeats replays: its key is derived from fresh random numbers of both ends, which a
@@ -37,6 +38,7 @@ mod connect;
 mod fuzz;
 mod handshake;
 mod listener;
+mod packets;
 mod prologue;
 mod secret;
 mod socket;
@@ -46,8 +48,12 @@ use std::fmt::Display;
 use std::net::SocketAddr;
 
 pub use self::accept_queue::{AcceptQueue, RETRY};
-pub use self::connect::{accept_handshake, confirm, dial, dial_blocking};
-pub use self::listener::Listener;
+pub use self::connect::{accept_handshake, confirm, confirmed_blocking, dial, dial_blocking};
+pub use self::listener::{Listener, bind_all};
+pub use self::packets::{
+    LostPackets, PACKETS_TIMEOUT, exchange_packets, exchange_packets_blocking, largest_packet, smaller_mtu,
+    unacknowledged,
+};
 pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 #[cfg(all(feature = "shm", target_os = "linux"))]

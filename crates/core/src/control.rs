@@ -6,6 +6,8 @@
 #[cfg(unix)]
 mod accept;
 #[cfg(unix)]
+mod attempt;
+#[cfg(unix)]
 mod calls;
 #[cfg(unix)]
 mod connection;
@@ -32,7 +34,8 @@ mod watch;
 
 #[cfg(unix)]
 pub(crate) use self::{
-    accept::{CONNECT_TIMEOUT, MAX_DATA_CONNECTIONS, RETRY, admit, is_own},
+    accept::{MAX_DATA_CONNECTIONS, RETRY, admit},
+    attempt::{Attempt, CONNECT_TIMEOUT, attempt, is_own},
     connection::greet,
     heartbeat::{HeartbeatTimeout, turn},
     message::{ControlRequest, RankEvent},

@@ -11,7 +11,8 @@
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`. [`unknown_variables`]: misspelled settings.
-//! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`dial_blocking`]): connections of
+//! * [`bind_all`]: sockets at several addresses with one port, for the port that `bonfire run` chooses.
+//! * [`frame`], [`OwnRuntime`], [`Dialler`] and the handshake ([`AcceptQueue`] to [`accept_handshake`]): connections of
 //!   burn-collective's orchestrator.
 
 pub mod oracle;
@@ -29,11 +30,8 @@ pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, o
 pub use crate::types::{Parts, Ranges, RankList, hash};
 #[cfg(unix)]
 pub use crate::{
-    auth::{
-        AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, confirm, dial, dial_blocking, open,
-        require_secret,
-    },
+    auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, require_secret},
     control::frame,
-    rendezvous::env::unknown_variables,
+    rendezvous::{Dialler, env::unknown_variables},
     report::{Event, Report, VARIABLE as LAUNCHER},
 };

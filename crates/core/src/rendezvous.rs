@@ -35,6 +35,7 @@ use std::{fmt, io};
 
 use serde::{Deserialize, Serialize};
 
+pub use self::dial::Dialler;
 use self::join::Joined;
 use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
@@ -291,6 +292,11 @@ impl Connected {
     }
 }
 
+/// Returns how long one turn of the processors of this rank's host may take. `hosts` as in [`Joined`].
+fn turn_on_host(hosts: &[usize], rank: usize) -> Duration {
+    turn(hosts.iter().filter(|host| **host == hosts[rank]).count())
+}
+
 /// Starts serving the connections. See [`ProcessGroup`] for `held`.
 fn start_group(
     runtime: OwnRuntime,
@@ -299,7 +305,7 @@ fn start_group(
     held: Vec<HeldOpen>,
 ) -> Result<GroupEndpoint, Error> {
     let Connected { settings, joined: Joined { mut setup, kind, hosts }, .. } = connected;
-    setup.turn = turn(hosts.iter().filter(|host| **host == hosts[settings.rank]).count());
+    setup.turn = turn_on_host(&hosts, settings.rank);
     let tcp = Arc::new(Tcp::start(runtime, setup, settings.connections, heartbeat_timeout)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]
     let engines = connected.shared.map_or(Engines::None, |shared| shared.engine(&tcp));

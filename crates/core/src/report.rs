@@ -85,9 +85,10 @@ fn text(error: &Error) -> String {
 /// as those of other libraries. `None` if it means no other rank.
 fn named(error: &Error) -> Option<Vec<usize>> {
     match error {
-        Error::PeerLost { peer, .. } | Error::Disconnected { peer, .. } | Error::Left { rank: peer, .. } => {
-            Some(vec![*peer])
-        }
+        Error::PeerLost { peer, .. }
+        | Error::Disconnected { peer, .. }
+        | Error::Stalled { peer, .. }
+        | Error::Left { rank: peer, .. } => Some(vec![*peer]),
         Error::Timeout { missing, .. } => Some(missing.clone()),
         Error::Shrink { why: ShrinkError::Missing { ranks, .. } | ShrinkError::Minority { silent: ranks }, .. } => {
             Some(ranks.clone())

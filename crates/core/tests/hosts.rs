@@ -1,6 +1,9 @@
 //! Groups over several hosts, simulated by processes that claim to be on different machines, or in network namespaces.
 
 #[cfg(target_os = "linux")]
+#[path = "hosts/large_packets.rs"]
+mod large_packets;
+#[cfg(target_os = "linux")]
 #[path = "hosts/network.rs"]
 mod network;
 #[cfg(target_os = "linux")]

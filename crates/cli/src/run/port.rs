@@ -13,10 +13,8 @@
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, ToSocketAddrs};
 
+use bonfire_core::internal::bind_all;
 use tokio::net::TcpSocket;
-
-/// How often a port is looked for that is free at all addresses of a name.
-const TRIES: u32 = 16;
 
 /// A port that no other process is given while this exists.
 pub struct ReservedPort {
@@ -28,36 +26,16 @@ impl ReservedPort {
     /// Reserves a free port at all addresses of `host` that this machine has.
     pub fn of(host: &str) -> io::Result<Self> {
         let addresses: Vec<SocketAddr> = (host, 0).to_socket_addrs()?.collect();
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            match Self::at(&addresses) {
-                // Taken at another address of the name.
-                Err(e) if e.kind() == ErrorKind::AddrInUse && tries < TRIES => {}
-                reserved => return reserved,
-            }
+        // The ranks do not inherit the sockets.
+        let (mut sockets, in_use) = bind_all(&addresses, Ok)?;
+        if let Some(address) = in_use.first() {
+            return Err(io::Error::new(ErrorKind::AddrInUse, format!("{address}: each port tried is in use")));
         }
-    }
-
-    fn at(addresses: &[SocketAddr]) -> io::Result<Self> {
-        let (mut number, mut sockets, mut error) = (0, Vec::new(), ErrorKind::AddrNotAvailable.into());
-        for address in addresses {
-            match bind(SocketAddr::new(address.ip(), number)) {
-                Ok((socket, port)) => {
-                    number = port;
-                    sockets.push(socket);
-                }
-                // Of another machine, or of a family that this one lacks.
-                Err(e) if e.kind() != ErrorKind::AddrInUse => error = e,
-                Err(e) => return Err(e),
-            }
-        }
-        if sockets.is_empty() {
-            return Err(error);
-        }
+        let number = sockets.first().ok_or(ErrorKind::AddrNotAvailable)?.local_addr()?.port();
         // Other systems do not let two sockets be bound to one address.
-        #[cfg(not(target_os = "linux"))]
-        sockets.clear();
+        if cfg!(not(target_os = "linux")) {
+            sockets.clear();
+        }
         Ok(Self { number, _sockets: sockets })
     }
 
@@ -65,15 +43,6 @@ impl ReservedPort {
     pub fn number(&self) -> u16 {
         self.number
     }
-}
-
-/// Binds a socket that does not listen, and returns its port. The ranks do not inherit it.
-fn bind(address: SocketAddr) -> io::Result<(TcpSocket, u16)> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    let port = socket.local_addr()?.port();
-    Ok((socket, port))
 }
 
 #[cfg(test)]

@@ -20,7 +20,8 @@ const ACCEPTED: [u8; 1] = [1];
 const DRAIN: (u64, Duration) = (4096, Duration::from_millis(200));
 
 /// Runs the dialler's side of the handshake, blocking: sends the prologue, proves the secret, verifies the listener's
-/// proof. Returns the session number of the job. `write` and `read` must transfer all bytes of their argument.
+/// proof. Returns the session number of the job. The listener's confirmation is still to come
+/// ([`confirmed_blocking`]). `write` and `read` must transfer all bytes of their argument.
 pub fn dial_blocking<E: From<Refusal>>(
     secret: Option<&Secret>,
     prologue: Prologue,
@@ -29,26 +30,29 @@ pub fn dial_blocking<E: From<Refusal>>(
 ) -> Result<u64, E> {
     let (message, proof) = first_flight(secret, prologue)?;
     write(&message)?;
-    let (mut head, mut taken) = ([0; HEAD], [0]);
+    let mut head = [0; HEAD];
     read(&mut head)?;
     Refusal::from_answer(&head)?;
     let Some(proof) = proof else {
         let mut session = [0; SESSION];
         read(&mut session)?;
-        read(&mut taken)?;
-        check_accepted(taken)?;
         return Ok(u64::from_le_bytes(session));
     };
     let mut second = [0; SECOND];
     read(&mut second)?;
     let (session, third) = proof.finish(&second)?;
     write(&third)?;
-    read(&mut taken)?;
-    check_accepted(taken)?;
     Ok(session)
 }
 
-/// Runs the dialler's side like [`dial_blocking`], asynchronously and within `TIMEOUT`.
+/// Waits for the listener's confirmation, after [`dial_blocking`].
+pub fn confirmed_blocking<E: From<Refusal>>(mut read: impl FnMut(&mut [u8]) -> Result<(), E>) -> Result<(), E> {
+    let mut taken = [0];
+    read(&mut taken)?;
+    Ok(check_accepted(taken)?)
+}
+
+/// Runs the dialler's side like [`dial_blocking`] and [`confirmed_blocking`], asynchronously and within `TIMEOUT`.
 pub async fn dial(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
@@ -215,12 +219,10 @@ mod tests {
             let (mut one, two) = std::os::unix::net::UnixStream::pair().unwrap();
             let dialling = std::thread::spawn(move || {
                 let mut other = one.try_clone().unwrap();
-                dial_blocking::<Refusal>(
-                    secret(seed).as_ref(),
-                    PROLOGUE,
-                    |bytes| Ok(io::Write::write_all(&mut one, bytes)?),
-                    |bytes| Ok(io::Read::read_exact(&mut other, bytes)?),
-                )
+                let mut read = |bytes: &mut [u8]| Ok(io::Read::read_exact(&mut other, bytes)?);
+                let write = |bytes: &[u8]| Ok(io::Write::write_all(&mut one, bytes)?);
+                let session = dial_blocking::<Refusal>(secret(seed).as_ref(), PROLOGUE, write, &mut read)?;
+                confirmed_blocking(read).map(|()| session)
             });
             let prologue = runtime.block_on(async {
                 two.set_nonblocking(true).unwrap();

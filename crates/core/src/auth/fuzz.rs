@@ -2,7 +2,7 @@
 
 use std::io::{self, Read};
 
-use super::connect::{accept_handshake, dial, dial_blocking};
+use super::connect::{accept_handshake, confirmed_blocking, dial, dial_blocking};
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
 use super::prologue::{HEAD, Prologue, Purpose, Refusal, check_prologue_head};
 use super::secret::Secret;
@@ -20,8 +20,7 @@ fn secret() -> Secret {
 
 /// One prologue for each purpose.
 fn prologues() -> Vec<Prologue> {
-    let all = [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration];
-    all.map(|purpose| Prologue { purpose, ..PROLOGUE }).to_vec()
+    Purpose::ALL.map(|purpose| Prologue { purpose, ..PROLOGUE }).to_vec()
 }
 
 /// The first `N` bytes, padded with zeros.
@@ -152,8 +151,9 @@ fn fuzz_listening_strangers() {
             let mut stream = tokio::io::join(bytes, tokio::io::sink());
             let dialled = runtime.block_on(dial(&mut stream, secret, PROLOGUE));
             let mut rest = bytes;
-            let proved: Result<u64, Refusal> =
-                dial_blocking(secret, PROLOGUE, |_| Ok(()), |into| rest.read_exact(into).map_err(io::Error::into));
+            let mut read = |into: &mut [u8]| rest.read_exact(into).map_err(io::Error::into);
+            let proved: Result<u64, Refusal> = dial_blocking(secret, PROLOGUE, |_| Ok(()), &mut read)
+                .and_then(|session| confirmed_blocking(read).map(|()| session));
             assert_eq!(dialled.as_ref().ok(), proved.as_ref().ok());
             dialled
         };

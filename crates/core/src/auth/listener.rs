@@ -24,46 +24,10 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at all of `addresses` that this machine has and where no other socket listens. Port 0 stands for one
-    /// that is free at all of them. Also returns the machine's addresses that are in use.
-    ///
-    /// # Errors
-    /// If no address is left: what is wrong with each. The kind is that of the first error, if possible other than that
-    /// this machine has no such address.
+    /// Listens at all of `addresses` that this machine has and where no other socket listens. Also returns the
+    /// machine's addresses that are in use. See [`bind_all`] for the port and for errors.
     pub fn bind(addresses: &[SocketAddr]) -> io::Result<(Listener, Vec<SocketAddr>)> {
-        let mut tries = 0;
-        loop {
-            let (listener, in_use) = Listener::bind_once(addresses)?;
-            tries += 1;
-            if in_use.is_empty() || tries == TRIES || addresses.iter().any(|address| address.port() != 0) {
-                return Ok((listener, in_use));
-            }
-        }
-    }
-
-    fn bind_once(addresses: &[SocketAddr]) -> io::Result<(Listener, Vec<SocketAddr>)> {
-        let (mut sockets, mut failed, mut port): (Vec<TcpListener>, _, _) = (Vec::new(), Vec::new(), 0);
-        for (number, address) in addresses.iter().enumerate() {
-            if addresses[..number].contains(address) {
-                continue;
-            }
-            let mut address = *address;
-            if address.port() == 0 {
-                address.set_port(port);
-            }
-            match listen(address) {
-                Ok(socket) => {
-                    port = socket.local_addr()?.port();
-                    sockets.push(socket);
-                }
-                Err(e) => failed.push((address, e)),
-            }
-        }
-        if sockets.is_empty() {
-            return Err(all_failed(failed));
-        }
-        failed.retain(|(_, e)| e.kind() == ErrorKind::AddrInUse);
-        let in_use = failed.into_iter().map(|(address, _)| address).collect();
+        let (sockets, in_use) = bind_all(addresses, |socket| socket.listen(BACKLOG))?;
         Ok((Listener { sockets, next: AtomicUsize::new(0) }, in_use))
     }
 
@@ -95,6 +59,56 @@ impl Listener {
     }
 }
 
+/// Binds a socket at each of `addresses` that this machine has and that is not in use, all at one port, and returns
+/// what `open` makes of them: at least one. Port 0 stands for a port that is free at all of the addresses. Also returns
+/// the machine's addresses that are in use.
+///
+/// # Errors
+/// If no address is left: what is wrong with each. The kind is that of the first error, if possible other than that
+/// this machine has no such address.
+pub fn bind_all<T>(
+    addresses: &[SocketAddr],
+    open: impl Fn(TcpSocket) -> io::Result<T>,
+) -> io::Result<(Vec<T>, Vec<SocketAddr>)> {
+    let mut tries = 0;
+    loop {
+        let bound = bind_once(addresses, &open)?;
+        tries += 1;
+        if bound.1.is_empty() || tries == TRIES || addresses.iter().any(|address| address.port() != 0) {
+            return Ok(bound);
+        }
+    }
+}
+
+fn bind_once<T>(
+    addresses: &[SocketAddr],
+    open: impl Fn(TcpSocket) -> io::Result<T>,
+) -> io::Result<(Vec<T>, Vec<SocketAddr>)> {
+    let (mut sockets, mut failed, mut port) = (Vec::new(), Vec::new(), 0);
+    for (number, address) in addresses.iter().enumerate() {
+        if addresses[..number].contains(address) {
+            continue;
+        }
+        let mut address = *address;
+        if address.port() == 0 {
+            address.set_port(port);
+        }
+        let bound = bind(address).and_then(|socket| Ok((socket.local_addr()?.port(), open(socket)?)));
+        match bound {
+            Ok((bound, socket)) => {
+                port = bound;
+                sockets.push(socket);
+            }
+            Err(e) => failed.push((address, e)),
+        }
+    }
+    if sockets.is_empty() {
+        return Err(all_failed(failed));
+    }
+    failed.retain(|(_, e)| e.kind() == ErrorKind::AddrInUse);
+    Ok((sockets, failed.into_iter().map(|(address, _)| address).collect()))
+}
+
 /// Returns the error of addresses that all failed. That of a single one is left as it is.
 fn all_failed(mut failed: Vec<(SocketAddr, io::Error)>) -> io::Error {
     if failed.len() == 1
@@ -108,15 +122,15 @@ fn all_failed(mut failed: Vec<(SocketAddr, io::Error)>) -> io::Error {
     io::Error::new(kind, all.join(", "))
 }
 
-/// Listens at one address. That of all addresses of IPv6 covers IPv4 too.
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+/// Binds a socket at one address. That of all addresses of IPv6 covers IPv4 too.
+fn bind(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.is_ipv6() {
         rustix::net::sockopt::set_ipv6_v6only(&socket, !address.ip().is_unspecified())?;
     }
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
-    socket.listen(BACKLOG)
+    Ok(socket)
 }
 
 #[cfg(all(test, not(bonfire_loom)))]

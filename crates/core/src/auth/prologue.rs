@@ -7,7 +7,7 @@ use std::io;
 use super::REMEDY;
 
 /// Version of the protocol between ranks. Any change to a message increments it.
-pub(super) const VERSION: u16 = 11;
+pub(super) const VERSION: u16 = 12;
 
 /// The first bytes of a prologue, which no other protocol uses.
 const MAGIC: [u8; 4] = *b"BNFR";
@@ -33,11 +33,13 @@ pub enum Purpose {
     Memory = 4,
     /// From a node of burn's collective API to the orchestrator.
     Registration = 5,
+    /// From a rank whose connection to the listener has ended, to find out whether the listener lives.
+    Probe = 6,
 }
 
 impl Purpose {
-    const ALL: [Purpose; 5] =
-        [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration];
+    pub(super) const ALL: [Purpose; 6] =
+        [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration, Purpose::Probe];
 }
 
 /// The prologue of a connection: its purpose and the ranks it connects. With a secret, the handshake authenticates it.
@@ -200,7 +202,7 @@ mod tests {
             change.iter().for_each(|(at, byte)| bytes[*at] = *byte);
             Prologue::from_bytes(&bytes)
         };
-        for change in [(0, 0), (3, b'A'), (6, 2), (7, 0), (7, 6), (30, 0), (30, 3), (31, 1)] {
+        for change in [(0, 0), (3, b'A'), (6, 2), (7, 0), (7, 7), (30, 0), (30, 3), (31, 1)] {
             assert!(matches!(read(&[change]), Err(Refusal::Stranger)), "{change:?}");
         }
         assert!(matches!(read(&[(4, 9), (5, 1)]), Err(Refusal::Version { theirs: 265 })));

@@ -1,15 +1,15 @@
 //! Connections made after the rendezvous: accepting connections, and dialling control connections.
 
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::io::Errno;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::Sender;
 use tokio::time::{sleep, timeout};
 
+use super::attempt::{Attempt, attempt};
 use super::connection::Event;
 use super::status::GroupStatus;
 use crate::auth::{self, AcceptQueue, Identity, Listener, Prologue, Purpose, Refusal};
@@ -21,9 +21,6 @@ pub(crate) const MAX_DATA_CONNECTIONS: usize = 8;
 
 /// Pause before dialling again after a connection that ended during the handshake.
 pub const RETRY: Duration = Duration::from_millis(20);
-
-/// Timeout of one attempt to connect. The system by itself would retry at ever longer intervals.
-pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The longest pause between two attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_millis(500);
@@ -63,11 +60,12 @@ pub(crate) fn admit(
     controls: &Sender<(usize, TcpStream)>,
 ) {
     let (identity, status, controls) = (identity.clone(), status.clone(), controls.clone());
+    let has_secret = identity.secret.is_some();
     let proof = async move {
         let fits = |prologue: &Prologue| {
             identity.check(prologue)?;
             match prologue.purpose {
-                Purpose::Control => Ok(()),
+                Purpose::Control | Purpose::Probe => Ok(()),
                 Purpose::Data if prologue.number < prologue.of && usize::from(prologue.of) <= MAX_DATA_CONNECTIONS => {
                     Ok(())
                 }
@@ -80,10 +78,16 @@ pub(crate) fn admit(
     accept_queue.receive(address.ip().to_canonical(), proof, move |(mut stream, prologue)| async move {
         let rank = prologue.from as usize;
         if prologue.purpose == Purpose::Data {
-            // The dialler waits for this, and sends a goodbye only later: by then the status has the connection.
-            auth::confirm(&mut stream).await?;
-            status.add_data_stream(rank, prologue.number.into(), prologue.of.into(), stream.into_std()?);
+            // The time limit of strangers is too short for packets that have to be repeated.
+            match has_secret {
+                true => drop(tokio::spawn(accept_over_network(stream, prologue, status))),
+                false => accept_data(stream, prologue, &status).await?,
+            }
             return Ok(());
+        }
+        if prologue.purpose == Purpose::Probe {
+            // It asks only whether this rank lives.
+            return Ok(auth::confirm(&mut stream).await?);
         }
         // A rank that is about to leave serves no more connections, and must not confirm this one. It waits for the
         // permits that were given before: a peer whose connection was confirmed would take this rank for lost if the
@@ -95,43 +99,58 @@ pub(crate) fn admit(
     });
 }
 
+/// Takes a data connection over, once the largest packets pass in both directions.
+async fn accept_over_network(mut stream: TcpStream, prologue: Prologue, status: Arc<GroupStatus>) {
+    let rank = prologue.from as usize;
+    let largest = stream.peer_addr().map_or(0, |peer| auth::largest_packet(&stream, peer.ip()));
+    let exchanged = timeout(auth::PACKETS_TIMEOUT, auth::exchange_packets(&mut stream, largest)).await;
+    let accepted = match exchanged {
+        Ok(Ok(())) => accept_data(stream, prologue, &status).await,
+        Ok(Err(refusal)) => Err(refusal),
+        Err(_) => {
+            if auth::unacknowledged(&stream) > 0 {
+                status.add_lost_packets(rank, largest, stream.local_addr().ok().map(|own| own.ip()));
+            }
+            Err(Refusal::Io(ErrorKind::TimedOut.into()))
+        }
+    };
+    if let Err(refusal) = accepted {
+        log::debug!("a data connection from rank {rank} was not completed: {refusal}");
+    }
+}
+
+/// Confirms a data connection, and passes it to the threads that run operations.
+async fn accept_data(mut stream: TcpStream, prologue: Prologue, status: &GroupStatus) -> Result<(), Refusal> {
+    // The dialler waits for this, and sends a goodbye only later: by then the status has the connection.
+    auth::confirm(&mut stream).await?;
+    let (number, of) = (prologue.number.into(), prologue.of.into());
+    status.add_data_stream(prologue.from as usize, number, of, stream.into_std()?);
+    Ok(())
+}
+
 /// Connects to a rank that is already listening, unless it has ended.
 pub(super) async fn dial(
     identity: &Identity,
     (peer, address): (usize, SocketAddr),
     status: &GroupStatus,
 ) -> Result<TcpStream, Event> {
-    let prologue = identity.prologue(Purpose::Control, peer, (0, 1));
     // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
     let mut lacked = false;
     loop {
-        let opened = match timeout(CONNECT_TIMEOUT, auth::open(identity.secret.as_ref(), &[address])).await {
-            Ok(Ok(opened)) => opened,
-            Ok(Err(forbidden)) => return Err(Event::Unreachable { reason: forbidden.to_string(), ended: false }),
-            Err(_) => Err(ErrorKind::TimedOut.into()),
-        };
-        if lacked && opened.is_ok() {
+        let met = attempt(identity, (peer, address), Purpose::Control).await;
+        if lacked && !matches!(met, Attempt::Lacking(_)) {
             status.set_shortage(None);
         }
-        match opened {
-            Ok(mut stream) => match auth::dial(&mut stream, identity.secret.as_ref(), prologue).await {
-                Ok(_) => return Ok(stream),
-                // A process that is exiting may still accept a connection and then drop it.
-                Err(Refusal::Io(e)) => answered &= e.kind() != ErrorKind::TimedOut,
-                Err(refusal) => {
-                    let reason = format!("connecting to it at {address}: {refusal}");
-                    return Err(Event::Unreachable { reason, ended: false });
-                }
-            },
-            Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
-                let reason = format!("no process listens at {address} any more");
-                return Err(Event::Unreachable { reason, ended: answered });
+        match met {
+            Attempt::Connected(stream) => return Ok(stream),
+            Attempt::Ended(reason) => return Err(Event::Unreachable { reason, ended: answered }),
+            Attempt::Forbidden(error) => {
+                return Err(Event::Unreachable { reason: error.to_string(), ended: false });
             }
-            // As above, before this rank has seen that it was accepted.
-            Err(e) if auth::was_dropped(&e) => {}
-            // A local shortage: it says nothing about the peer.
-            Err(e) if is_own(&e) => {
+            Attempt::Dropped => {}
+            Attempt::Unanswered => answered = false,
+            Attempt::Lacking(e) => {
                 if !lacked {
                     log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", identity.rank);
                 }
@@ -141,17 +160,8 @@ pub(super) async fn dial(
                     status.set_shortage(Some(Error::io(operation, descriptors::explained(e))));
                 }
             }
-            Err(_) => answered = false,
         }
         sleep(pause).await;
         pause = (pause * 2).min(MAX_PAUSE);
     }
-}
-
-/// Whether the cause of the error is local: this process or its machine lacks descriptors, memory, ports or a protocol,
-/// or forbids connections.
-pub(crate) fn is_own(error: &io::Error) -> bool {
-    let lacking = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::ADDRNOTAVAIL];
-    let forbidden = [Errno::ACCESS, Errno::PERM, Errno::AFNOSUPPORT, Errno::PROTONOSUPPORT];
-    Errno::from_io_error(error).is_some_and(|error| lacking.contains(&error) || forbidden.contains(&error))
 }

@@ -26,6 +26,7 @@ impl HangTimeout {
         let limit = set.unwrap_or_else(|| deadline - RESERVE.min(deadline / 2)).min(ENDLESS);
         let waited = match failure {
             Some(Error::Timeout { missing, elapsed, .. }) => (missing.clone(), *elapsed),
+            Some(Error::Stalled { peer, elapsed, .. }) => (vec![*peer], *elapsed),
             _ => Default::default(),
         };
         HangTimeout { limit, waited }

@@ -18,11 +18,30 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    /// Whether the other members cannot go on without `rank`, which lives: they would need the majority of the old
-    /// group's `world_size` ranks.
-    pub fn needs(&self, rank: usize, world_size: usize) -> bool {
-        let others = self.members.iter().filter(|member| **member != rank).count();
-        !is_majority(others, rank != 0 && self.members.contains(&0), world_size)
+    /// Returns what the members' new group has to know of the old one, of `world_size` ranks.
+    pub fn predecessor(&self, world_size: usize) -> Predecessor {
+        Predecessor { world_size, first: self.members.contains(&0) }
+    }
+}
+
+/// The group that this one succeeds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Predecessor {
+    pub world_size: usize,
+    /// Whether its rank 0 is in this group, and so is its rank 0.
+    pub first: bool,
+}
+
+impl Predecessor {
+    /// Whether some of these ranks of this group could have agreed to go on in another one, though a rank lives that
+    /// took part in this one: they would need the majority of the former group.
+    pub fn lets_go_on(self, ranks: impl Iterator<Item = usize>) -> bool {
+        let (mut count, mut has_zero) = (0, false);
+        for rank in ranks {
+            count += 1;
+            has_zero |= rank == 0;
+        }
+        is_majority(count, self.first && has_zero, self.world_size)
     }
 }
 

@@ -1,13 +1,14 @@
 //! State that the control thread shares with the threads that run operations.
 
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::OnceLock;
 use std::time::Instant;
 
 use super::invitation::{Endpoint, Invitation, Invitations};
+use crate::auth::LostPackets;
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Call, Error, Fault, Site};
 
@@ -45,6 +46,8 @@ struct StatusData {
 struct Peer {
     /// Data connections that the peer has opened and no thread has taken yet. `None` for those that are still missing.
     data_streams: Vec<Option<TcpStream>>,
+    /// On data connections that the peer has opened.
+    lost_packets: LostPackets,
     presence: Presence,
     /// The last call that the peer reported.
     last_call: Option<Site>,
@@ -263,12 +266,24 @@ impl GroupStatus {
     /// Adds data connection `number` of `of` from `peer`. `of` is small.
     pub fn add_data_stream(&self, peer: usize, number: usize, of: usize, stream: TcpStream) {
         let mut state = self.state();
+        state.peers[peer].lost_packets = LostPackets::default();
         let data_streams = &mut state.peers[peer].data_streams;
         data_streams.resize_with(of, || None);
         data_streams[number] = Some(stream);
         // A sleeper locks the state while it holds the bell's mutex, so release the state before ringing.
         drop(state);
         self.bell.ring();
+    }
+
+    /// Records that packets of this size from this rank's address were lost on a data connection that `peer` opened.
+    pub fn add_lost_packets(&self, peer: usize, largest: u16, own: Option<IpAddr>) {
+        self.state().peers[peer].lost_packets.add(largest, own);
+        self.bell.ring();
+    }
+
+    /// What was lost on the data connections that `peer` has opened.
+    pub fn lost_packets(&self, peer: usize) -> LostPackets {
+        self.state().peers[peer].lost_packets
     }
 
     /// Whether all data connections of `peer` have arrived.

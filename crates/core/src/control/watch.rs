@@ -1,11 +1,13 @@
 //! Events that end a thread's wait for a peer: failures, mismatches, the deadline.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::message::ControlRequest;
 use super::status::{GroupStatus, find_mismatch};
+use crate::auth::LostPackets;
 use crate::sync::{Deadline, MIN_SLEEP, STALL_TIMEOUT, SlowWaitWarning};
 use crate::types::{Call, Error, Fault, RankList, Site};
 
@@ -182,6 +184,27 @@ impl<'a> Watch<'a> {
         Fault::Failed(Error::Disconnected { site, rank: self.rank, peer, reason, elapsed: self.deadline.elapsed() })
     }
 
+    /// Whether all ranks are known to have begun this operation: then those that this rank waits for are not late.
+    pub fn all_called(&self) -> bool {
+        self.stalled && self.is_collective() && self.calls().iter().all(Option::is_some)
+    }
+
+    /// Returns the fault of this operation if what this rank and `peer` send each other does not arrive.
+    pub fn stalled(&self, peer: usize, reason: String) -> Fault {
+        let (site, rank, elapsed) = (*self.tag, self.rank, self.deadline.elapsed());
+        Fault::Failed(Error::Stalled { site, rank, peer, reason, elapsed })
+    }
+
+    /// As [`stalled`](Self::stalled), if this rank's largest packets to `peer` at this address are lost.
+    pub fn packets_lost(&self, peer: usize, address: &SocketAddr, lost: LostPackets) -> Fault {
+        self.stalled(peer, format!("from rank {} to {address} {lost}", self.rank))
+    }
+
+    /// How long nothing must have arrived by the deadline for the network to be in doubt, and not only its speed.
+    pub fn long(&self) -> Duration {
+        self.deadline.tenth()
+    }
+
     /// Once rank 0 has left in order, the others hear of each other only if they connect to each other. Has the control
     /// thread do so, because this rank waits for them.
     pub fn meet(&self) {
@@ -199,7 +222,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Whether all ranks' calls can be compared. Point-to-point operations are numbered per pair, so theirs cannot.
-    fn is_collective(&self) -> bool {
+    pub fn is_collective(&self) -> bool {
         self.tag.call.operation.is_collective()
     }
 }

@@ -76,9 +76,9 @@ impl Builder {
 
     /// Sets how long a rank that is alive may keep the others waiting in [`Group::shrink`] before they leave it out, if
     /// they are the majority; also set by `BONFIRE_HANG_TIMEOUT` (seconds). The time counts from the first call of
-    /// `shrink` on the rank that waits. For ranks that a failed operation has waited for ([`Error::Timeout`]) it counts
-    /// from the start of that operation, and they have 5 s more. Unless set, it is the deadline less 30 s, or half the
-    /// deadline if that is more.
+    /// `shrink` on the rank that waits. For ranks that a failed operation has waited for ([`Error::Timeout`],
+    /// [`Error::Stalled`]) it counts from the start of that operation, and they have 5 s more. Unless set, it is the
+    /// deadline less 30 s, or half the deadline if that is more.
     ///
     /// It must be longer than the longest pause between two calls of a rank, such as an evaluation: a rank that comes
     /// later is excluded.

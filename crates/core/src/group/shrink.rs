@@ -20,7 +20,7 @@ impl Group {
     /// It blocks, at most until the [deadline](Self::deadline), for ranks that are alive and do not call it, or are
     /// stopped. Stopped ranks are left out when they are declared lost. Ranks that are alive are left out after the
     /// [hang timeout](crate::Builder::hang_timeout), if the others are the majority as below: after [`Error::Timeout`]
-    /// that is soon for the ranks that the error names. A rank that was left out gets
+    /// and [`Error::Stalled`] that is soon for the ranks that the error names. A rank that was left out gets
     /// [`ShrinkError::Excluded`](crate::error::ShrinkError) when it calls. After an error this may be called again: it
     /// continues where it was, and counts the time since the first call. A success is final.
     ///

@@ -1,7 +1,7 @@
 //! Passes the descriptor of shared memory over a unix socket.
 //!
 //! The socket's name is random, but every process in the network namespace can look it up, including processes of other
-//! containers that share the namespace. The peer must therefore run as the same user and dial_blocking, as on every
+//! containers that share the namespace. The peer must therefore run as the same user and prove, as on every
 //! connection, that it is a rank of this job. Comparing users is not enough: in another container the same number may
 //! be another user.
 

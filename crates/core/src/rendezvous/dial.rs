@@ -48,68 +48,29 @@ pub(super) async fn dial(
     prologue: Prologue,
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpStream, u64), Error> {
-    waiting_for.replace(format!("rank {} has not answered at {address}", prologue.to));
-    let mut dialler = Dialler { settings, address, prologue, tally: Tally::default() };
-    // At most one for each address. Dropping them closes their connections.
-    let mut attempts = JoinSet::new();
-    let (mut dialled, mut queue): (Vec<SocketAddr>, VecDeque<SocketAddr>) = Default::default();
-    let mut looking_up = Some(Box::pin(resolve(address)));
-    // When the next address is dialled or, if all are, when the name is looked up again.
-    let (mut next, mut pause) = (Instant::now(), FIRST_PAUSE);
-    loop {
-        tokio::select! {
-            found = async { looking_up.as_mut()?.await.into() }, if looking_up.is_some() => {
-                looking_up = None;
-                next = Instant::now();
-                match found {
-                    Some(Ok(found)) => {
-                        require_secret(settings.secret.as_ref(), &found)?;
-                        queue = alternating(&found).into_iter().filter(|target| !dialled.contains(target)).collect();
-                    }
-                    Some(Err(reason)) => dialler.note(&address, Missed::Unanswered(reason)),
-                    None => {}
-                }
-                if queue.is_empty() {
-                    next += pause;
-                    pause = doubled(pause);
-                }
-            }
-            Some(ended) = attempts.join_next() => {
-                let (target, result) = ended.unwrap_or_else(|e| resume_unwind(e.into_panic()));
-                match result {
-                    Ok(connected) => return Ok(connected),
-                    Err(missed) => dialler.note(&target, missed),
-                }
-                dialled.retain(|other| *other != target);
-                if !queue.is_empty() {
-                    next = Instant::now();
-                }
-            }
-            () = sleep_until(next), if looking_up.is_none() => match queue.pop_front() {
-                Some(target) => {
-                    let (secret, prologue) = (settings.secret.clone(), dialler.prologue);
-                    attempts.spawn(async move { (target, attempt(target, secret, prologue).await) });
-                    dialled.push(target);
-                    next = Instant::now() + if queue.is_empty() { pause } else { STAGGER };
-                    if queue.is_empty() {
-                        pause = doubled(pause);
-                    }
-                }
-                None => looking_up = Some(Box::pin(resolve(address))),
-            }
+    let remedy = match prologue.purpose {
+        // No other address leads to a rank of this host.
+        _ if is_loopback(address) => "",
+        Purpose::Rendezvous => {
+            "; BONFIRE_ADDRESS gives another address of rank 0, and BONFIRE_IFACE on rank 0 makes it listen at all"
         }
-        if !dialler.tally.is_empty() {
-            waiting_for.replace(dialler.reason());
-        }
-    }
+        _ => "; BONFIRE_HOST or BONFIRE_IFACE on that rank makes it announce another address",
+    };
+    let names = [format!("rank {}", settings.rank), format!("rank {}", prologue.to)];
+    Dialler::new(settings.secret.as_ref(), names, address, prologue, remedy).dial(waiting_for).await
 }
 
-/// What a rank has tried so far.
-struct Dialler<'a> {
-    settings: &'a Settings,
+/// What is dialled, and what has answered so far.
+pub struct Dialler<'a> {
+    secret: Option<&'a Secret>,
+    /// What dials, and what is dialled, for the log and for errors.
+    names: [String; 2],
     address: &'a str,
     prologue: Prologue,
+    remedy: &'static str,
     tally: Tally,
+    /// The last answer that was not the peer's.
+    refusal: Option<Refusal>,
 }
 
 /// Why an attempt has not led to the peer.
@@ -120,38 +81,111 @@ enum Missed {
     Refused(Refusal),
 }
 
-impl Dialler<'_> {
+impl<'a> Dialler<'a> {
+    /// `names`: what dials, and what is dialled. `address`: its host and port. `remedy` ends the reason if nothing
+    /// answers there.
+    pub fn new(
+        secret: Option<&'a Secret>,
+        names: [String; 2],
+        address: &'a str,
+        prologue: Prologue,
+        remedy: &'static str,
+    ) -> Dialler<'a> {
+        Dialler { secret, names, address, prologue, remedy, tally: Tally::default(), refusal: None }
+    }
+
+    /// Dials until a peer at one of the addresses completes the handshake; returns the connection and the session
+    /// number that the peer has sent. The caller limits the time. Keeps in `waiting_for` what was tried in vain.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if an address needs a secret and there is none.
+    pub async fn dial(&mut self, waiting_for: &RefCell<String>) -> Result<(TcpStream, u64), Error> {
+        let (address, prologue) = (self.address, self.prologue);
+        waiting_for.replace(format!("{} has not answered at {address}", self.names[1]));
+        // At most one for each address. Dropping them closes their connections.
+        let mut attempts = JoinSet::new();
+        let (mut dialled, mut queue): (Vec<SocketAddr>, VecDeque<SocketAddr>) = Default::default();
+        let mut looking_up = Some(Box::pin(resolve(address)));
+        // When the next address is dialled or, if all are, when the name is looked up again.
+        let (mut next, mut pause) = (Instant::now(), FIRST_PAUSE);
+        loop {
+            tokio::select! {
+                found = async { looking_up.as_mut()?.await.into() }, if looking_up.is_some() => {
+                    looking_up = None;
+                    next = Instant::now();
+                    match found {
+                        Some(Ok(found)) => {
+                            require_secret(self.secret, &found)?;
+                            let is_new = |target: &SocketAddr| !dialled.contains(target);
+                            queue = alternating(&found).into_iter().filter(is_new).collect();
+                        }
+                        Some(Err(reason)) => self.note(&address, Missed::Unanswered(reason)),
+                        None => {}
+                    }
+                    if queue.is_empty() {
+                        next += pause;
+                        pause = doubled(pause);
+                    }
+                }
+                Some(ended) = attempts.join_next() => {
+                    let (target, result) = ended.unwrap_or_else(|e| resume_unwind(e.into_panic()));
+                    match result {
+                        Ok(connected) => return Ok(connected),
+                        Err(missed) => self.note(&target, missed),
+                    }
+                    dialled.retain(|other| *other != target);
+                    if !queue.is_empty() {
+                        next = Instant::now();
+                    }
+                }
+                () = sleep_until(next), if looking_up.is_none() => match queue.pop_front() {
+                    Some(target) => {
+                        let secret = self.secret.cloned();
+                        attempts.spawn(async move { (target, attempt(target, secret, prologue).await) });
+                        dialled.push(target);
+                        next = Instant::now() + if queue.is_empty() { pause } else { STAGGER };
+                        if queue.is_empty() {
+                            pause = doubled(pause);
+                        }
+                    }
+                    None => looking_up = Some(Box::pin(resolve(address))),
+                }
+            }
+            if !self.tally.is_empty() {
+                waiting_for.replace(self.reason());
+            }
+        }
+    }
+
+    /// Returns the last answer that was not the peer's, if anything has answered.
+    pub fn refusal(&self) -> Option<&Refusal> {
+        self.refusal.as_ref()
+    }
+
     /// Counts an attempt, and logs answers that are not the peer's: the user may have to end what answers there.
     fn note(&mut self, target: &impl std::fmt::Display, missed: Missed) {
-        let (outcome, answered) = match missed {
-            Missed::Unanswered(reason) => (reason, false),
-            Missed::Refused(Refusal::Io(e)) => (format!("it does not complete the handshake ({e})"), true),
-            Missed::Refused(refusal) => (refusal.to_string(), true),
+        let (outcome, refusal) = match missed {
+            Missed::Unanswered(reason) => (reason, None),
+            Missed::Refused(Refusal::Io(e)) => {
+                (format!("it does not complete the handshake ({e})"), Some(Refusal::Io(e)))
+            }
+            Missed::Refused(refusal) => (refusal.to_string(), Some(refusal)),
         };
+        let answered = refusal.is_some();
         if self.tally.add(target, &outcome, answered) == Seen::First && answered {
-            let (rank, to, address) = (self.settings.rank, self.prologue.to, self.address);
-            log::warn!(
-                "rank {rank} retries: rank {to} cannot be reached at {address} yet; {target} answers: {outcome}"
-            );
+            let ([who, whom], address) = (&self.names, self.address);
+            log::warn!("{who} retries: {whom} cannot be reached at {address} yet; {target} answers: {outcome}");
         }
+        self.refusal = refusal.or(self.refusal.take());
     }
 
     /// Returns what was tried in vain.
     fn reason(&self) -> String {
-        let Dialler { address, tally, prologue, .. } = self;
-        let tried = format!("tried {tally}");
+        let Dialler { names: [_, whom], address, remedy, tally, .. } = self;
         if tally.is_telling() {
-            return format!("rank {} cannot be reached at {address}: {tried}", prologue.to);
+            return format!("{whom} cannot be reached at {address}: tried {tally}");
         }
-        let remedy = match prologue.purpose {
-            // No other address leads to a rank of this host.
-            _ if is_loopback(address) => "",
-            Purpose::Rendezvous => {
-                "; BONFIRE_ADDRESS gives another address of rank 0, and BONFIRE_IFACE on rank 0 makes it listen at all"
-            }
-            _ => "; BONFIRE_HOST or BONFIRE_IFACE on that rank makes it announce another address",
-        };
-        format!("nobody answers at {address}: {tried}{remedy}")
+        format!("nobody answers at {address}: tried {tally}{remedy}")
     }
 }
 

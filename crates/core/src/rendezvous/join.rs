@@ -201,7 +201,7 @@ async fn coordinate(
         accept_queue: accept_queue.clone(),
         connections,
         star,
-        sole: false,
+        predecessor: None,
         turn: Duration::ZERO,
         status,
     };
@@ -378,7 +378,7 @@ pub(super) async fn connect(
         accept_queue: accept_queue.clone(),
         connections,
         star,
-        sole: false,
+        predecessor: None,
         turn: Duration::ZERO,
         status,
     })

@@ -9,14 +9,17 @@
 //! # Which ranks have certainly ended
 //! A rank has certainly ended if it sent a goodbye and had not announced before that it goes on in another group. It
 //! also has if its connection closed after a first message in this group and before the rank was ever silent for too
-//! long, and its machine refuses connections to the port at which it listened. All others are only silent.
+//! long, and the port at which it listened is closed or another process has it (`control/attempt`). All others are only
+//! silent.
 //!
 //! A rank may be killed after a group was agreed on and before its first message there. To the others it could as well
-//! have narrowed its membership meanwhile and go on elsewhere. It could not if the members of the group without this
-//! rank are too few to go on, as one of two is: then no first message is needed.
+//! have narrowed its membership meanwhile and go on elsewhere. It could not if all the ranks from which no first
+//! message has come are too few to go on without those that sent one: then it needs none itself. In a star rank 0
+//! decides at once, by the first messages that have come so far.
 //!
 //! # Limits
-//! * A firewall that refuses connections on behalf of a live machine deceives this test. Two sides may then go on.
+//! * A firewall that refuses connections on behalf of a live machine, or answers them, deceives this test. Two sides
+//!   may then go on.
 //! * If links break so that not every rank reaches every other one, more ranks than necessary may be left out: the
 //!   first proposal that arrives wins.
 
@@ -28,15 +31,15 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
 use self::agreement::{Agreement, Next};
-use self::events::{PROBE_TIMEOUT, PeerEvents};
+use self::events::PeerEvents;
 use super::join::{self, Joined};
 use super::listen::{bind_to, first_address};
-use super::{Connected, Settings, TransportKind, start_group};
+use super::{Connected, Settings, TransportKind, start_group, turn_on_host};
 use crate::auth::{AcceptQueue, Identity, Listener};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
@@ -45,6 +48,9 @@ use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::transport::tcp::Tcp;
 use crate::transport::{GroupEndpoint, Regroup, hosts_of};
 use crate::types::{Error, Fault, RankList, ShrinkError};
+
+/// How long a rank that could not connect waits for the news that a member has ended.
+const NEWS: Duration = Duration::from_secs(2);
 
 /// A group of processes from which another group can be formed.
 pub(super) struct ProcessGroup {
@@ -143,7 +149,7 @@ impl Regroup for ProcessGroup {
                         Ok(formed) => Ok(formed),
                         // Most likely a member has ended. This rank will learn of it, and then it is the cause.
                         Err(error) => {
-                            tokio::time::sleep(2 * PROBE_TIMEOUT).await;
+                            tokio::time::sleep(NEWS).await;
                             Err(Fault::Failed(as_error_of("subgroup", error)))
                         }
                     }
@@ -230,12 +236,13 @@ impl ProcessGroup {
             let reason = "an earlier call failed after the ranks had agreed: the others go on without this rank";
             return Err(Error::broken("shrink", reason));
         };
+        let (addresses, identity) = (self.tcp.addresses().to_vec(), self.tcp.identity().clone());
         let state = ShrinkState {
             start: Instant::now(),
             proposed: Instant::now(),
             came: (0, Instant::now()),
             agreement: Agreement::new(self.settings.rank, self.settings.world_size),
-            events: PeerEvents::new(events, self.tcp.addresses().to_vec(), self.settings.secret.clone()),
+            events: PeerEvents::new(events, addresses, identity, self.probe_timeout()),
             own: None,
             groups: Vec::new(),
         };
@@ -301,7 +308,7 @@ impl ProcessGroup {
                                 // Most likely a member has ended, or knows of one that has. This rank will learn of it.
                                 Err(error) => failed = Some((
                                     as_error_of("shrink", error),
-                                    tokio::time::Instant::now() + 2 * PROBE_TIMEOUT,
+                                    tokio::time::Instant::now() + NEWS,
                                 )),
                             }
                         }
@@ -354,6 +361,13 @@ impl ProcessGroup {
         Connected::share(settings, start, joined).await
     }
 
+    /// Returns for how long a rank whose connection has ended is probed. On a busy machine its process may close one of
+    /// its sockets only a turn of the processors for each rank after another.
+    fn probe_timeout(&self) -> Duration {
+        let turns = turn_on_host(&self.hosts, self.settings.rank).saturating_mul(self.hosts.len() as u32);
+        self.settings.heartbeat_timeout.saturating_add(turns)
+    }
+
     /// Returns the heartbeat timeout of a group that was agreed on: no rank in it is still busy connecting.
     fn heartbeat_timeout(&self) -> HeartbeatTimeout {
         HeartbeatTimeout { first: self.settings.heartbeat_timeout, later: self.settings.heartbeat_timeout }
@@ -369,7 +383,7 @@ impl ProcessGroup {
         let Some((_, mut agreed)) = agreed.pop() else {
             return Err(Error::broken("shrink", "this rank is not connected to the group that was agreed on"));
         };
-        agreed.joined.setup.sole = membership.needs(self.settings.rank, self.settings.world_size);
+        agreed.joined.setup.predecessor = Some(membership.predecessor(self.settings.world_size));
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
         let abandoned = abandoned.into_iter().map(|(_, connected)| HeldOpen::Connected(Box::new(connected)));
         start_group(runtime, agreed, self.heartbeat_timeout(), abandoned.chain([HeldOpen::Port(port)]).collect())

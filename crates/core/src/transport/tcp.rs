@@ -13,6 +13,7 @@
 
 mod dial;
 mod link;
+mod stalled;
 
 use std::io;
 use std::net::SocketAddr;
@@ -126,6 +127,11 @@ impl Tcp {
         self.identity.session
     }
 
+    /// How this rank identifies itself to the others.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
     /// The addresses at which the ranks listen, by rank.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
@@ -169,6 +175,7 @@ impl Tcp {
                 self.status.has_data_streams(peer)
                     || self.status.absence_in(peer, tag).is_some()
                     || self.status.shortage().is_some()
+                    || self.status.lost_packets(peer).is_certain()
             });
             if !self.status.has_data_streams(peer)
                 && let Some(fault) = self.status.absence_in(peer, tag)
@@ -176,7 +183,11 @@ impl Tcp {
                 return Err(fault);
             }
             if !self.status.has_data_streams(peer) {
-                watch.tick_connected(peer)?;
+                let lost = self.status.lost_packets(peer);
+                if lost.is_certain() {
+                    return Err(watch.packets_lost(peer, &self.addresses[peer], lost));
+                }
+                watch.tick_connected(peer).map_err(|fault| stalled::not_connected(fault, peer, watch))?;
             }
         }
     }

@@ -119,6 +119,23 @@ pub enum Error {
         elapsed: Duration,
     },
 
+    /// What two ranks send each other does not arrive, though both are there and the connections between them are open:
+    /// all packets above a size are lost on the way, or all ranks have called the operation and by its deadline nothing
+    /// has come for long.
+    #[error("{site}: what ranks {rank} and {peer} send each other does not arrive, after {elapsed:.1?}: {reason}")]
+    Stalled {
+        /// The operation.
+        site: Site,
+        /// The rank that reports.
+        rank: usize,
+        /// The rank at the other end.
+        peer: usize,
+        /// What the reporting rank observed, with the address of the other end, and what to do.
+        reason: String,
+        /// Time since the operation began.
+        elapsed: Duration,
+    },
+
     /// A rank that this operation needs has left the group in order: it dropped its handles or was interrupted.
     #[error(
         "{site}: rank {rank} has left the group; all ranks must make the same number of calls before any of them \

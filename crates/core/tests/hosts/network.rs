@@ -61,7 +61,8 @@ impl Drop for Network {
     }
 }
 
-fn ip(words: &str) {
+/// Runs `ip` with these words.
+pub fn ip(words: &str) {
     let output = Command::new("ip").args(words.split_whitespace()).output().expect("iproute2");
     assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
 }

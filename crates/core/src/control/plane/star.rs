@@ -253,6 +253,9 @@ impl Control {
     /// Records that a message from `peer` arrived on its connection to this rank.
     pub(super) fn mark_greeted(&mut self, peer: usize) {
         let first = !std::mem::replace(&mut self.greeted[peer], true);
+        if first {
+            self.decide();
+        }
         if first && self.is_hub() && self.greeted.iter().skip(1).all(|greeted| *greeted) {
             self.star.iter_mut().for_each(|star| star.begun = true);
             self.fan_out(&Frame::Begun, None);

@@ -1,4 +1,4 @@
-//! Control threads of a star without sockets: frames are delivered by hand, in an order that the test draws.
+//! Control threads without sockets: frames and events are delivered by hand, in a star in an order that the test draws.
 
 use bonfire_testing::transport::Random;
 
@@ -19,6 +19,27 @@ impl Position {
             Position::Begins(sequence) => sequence > begin,
             Position::Waits(sequence) => sequence >= begin,
         }
+    }
+}
+
+/// The control thread of a rank in a mesh of `n` in which no message has arrived.
+fn control((rank, n): (usize, usize), connections: Vec<Connection>) -> Control {
+    let timeout = HeartbeatTimeout { first: Duration::from_secs(5), later: Duration::from_secs(5) };
+    Control {
+        identity: Identity { secret: None, session: 0, rank, world_size: n },
+        addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); n],
+        status: Arc::new(GroupStatus::new(n).unwrap()),
+        connections,
+        detector: FailureDetector::new(n, timeout, Duration::ZERO),
+        events: channel(1).0,
+        writing: JoinSet::new(),
+        dials: JoinSet::new(),
+        opened: 0,
+        peer_events: unbounded_channel().0,
+        greeted: vec![false; n],
+        predecessor: None,
+        undecided: Vec::new(),
+        star: None,
     }
 }
 
@@ -43,22 +64,10 @@ impl Network {
             links.push((to, from, queue));
             Connection::Open(Writer::new(frames, 0))
         };
-        let timeout = HeartbeatTimeout { first: Duration::from_secs(5), later: Duration::from_secs(5) };
-        let control = |rank: usize| Control {
-            identity: Identity { secret: None, session: 0, rank, world_size: n },
-            addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); n],
-            status: Arc::new(GroupStatus::new(n).unwrap()),
-            connections: (0..n).map(|peer| connection(rank, peer)).collect(),
-            detector: FailureDetector::new(n, timeout, Duration::ZERO),
-            events: channel(1).0,
-            writing: JoinSet::new(),
-            dials: JoinSet::new(),
-            opened: 0,
-            peer_events: unbounded_channel().0,
+        let control = |rank: usize| {
+            let connections = (0..n).map(|peer| connection(rank, peer)).collect();
             // No rank is new, so that only the frames of the questions are counted.
-            greeted: vec![true; n],
-            sole: false,
-            star: Some(Star::new(n)),
+            Control { greeted: vec![true; n], star: Some(Star::new(n)), ..control((rank, n), connections) }
         };
         let ranks = (0..n).map(control).collect();
         Network { ranks, links, received: vec![0; n], random: Random(seed) }
@@ -230,4 +239,59 @@ fn ranks_that_wait_learn_which_ranks_have_begun_and_what_they_called() {
             assert_eq!(network.known(rank, own(rank, sequence)), calls, "seed {seed}, rank {rank}");
         }
     }
+}
+
+/// What happens to a rank's connections in a group that survivors have agreed on.
+#[derive(Clone, Copy)]
+enum Happens {
+    /// The first message of a rank arrives.
+    Greets(usize),
+    Closes(usize),
+    /// Nothing arrives from a rank for too long.
+    IsSilent(usize),
+}
+
+/// Returns what the last of `n` ranks that have survived of `former` tells `shrink`, and after how many of the events.
+fn told(former: usize, n: usize, events: &[Happens]) -> Vec<(usize, usize, bool)> {
+    let (peer_events, mut told) = unbounded_channel();
+    let open = |peer| Connection::Open(Writer::new(unbounded_channel().0, peer));
+    let connections = (0..n - 1).map(open).chain([Connection::Absent]).collect();
+    let predecessor = Some(Predecessor { world_size: former, first: true });
+    let mut rank = Control { peer_events, predecessor, ..control((n - 1, n), connections) };
+    let mut all = Vec::new();
+    for (count, event) in events.iter().enumerate() {
+        match *event {
+            Happens::Greets(peer) => rank.handle_event(peer, Event::Received(peer, Frame::Own(Message::Heartbeat))),
+            Happens::Closes(peer) => {
+                rank.handle_event(peer, Event::Closed(peer, "it was closed".into()));
+                assert!(rank.status.failure().is_some(), "operations need not wait for it");
+            }
+            Happens::IsSilent(peer) => {
+                while !rank.detector.check(peer, &rank.status, true) {}
+                rank.declare_lost(peer);
+            }
+        }
+        while let Ok((peer, event)) = told.try_recv() {
+            all.push((count + 1, peer, matches!(event, PeerEvent::Closed)));
+        }
+    }
+    all
+}
+
+#[test]
+fn a_rank_that_dies_before_its_first_message_has_ended_if_too_few_may_be_elsewhere() {
+    use Happens::{Closes, Greets, IsSilent};
+    // Of four, ranks 0, 1 and 2 have survived. Rank 0 and 1 are half of them, and with rank 0 could go on alone.
+    assert_eq!(told(4, 3, &[Closes(0), Greets(1), Closes(1)]), [(2, 0, true), (3, 1, true)]);
+    assert_eq!(told(4, 3, &[Greets(1), Closes(0), Closes(1)]), [(2, 0, true), (3, 1, true)]);
+    assert_eq!(told(4, 3, &[Greets(1), Closes(1), Closes(0)]), [(2, 1, true), (3, 0, true)]);
+    assert_eq!(told(4, 3, &[Closes(0), Closes(1)]), [(2, 0, false), (2, 1, false)]);
+    assert_eq!(told(4, 3, &[Closes(0), IsSilent(1)]), [(2, 1, false), (2, 0, false)]);
+    // Rank 0 of two could, and neither of two among three. No two of five could.
+    assert_eq!(told(2, 2, &[Closes(0)]), [(1, 0, false)]);
+    assert_eq!(told(3, 2, &[Closes(0)]), [(1, 0, true)]);
+    assert_eq!(told(5, 3, &[Closes(0), Closes(1)]), [(1, 0, true), (2, 1, true)]);
+    // Three of five could.
+    assert_eq!(told(5, 4, &[Closes(2), Closes(1), Greets(0)]), [(3, 2, true), (3, 1, true)]);
+    assert_eq!(told(5, 4, &[Closes(2), Closes(1), Closes(0)]), [(3, 2, false), (3, 1, false), (3, 0, false)]);
 }

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+use super::stalled::explained;
 use crate::auth::keep_open;
 use crate::control::{MAX_DATA_CONNECTIONS, Watch};
 use crate::sync::{YIELD_TIME, yield_now};
@@ -166,9 +167,21 @@ pub(super) fn drive(
     incoming: Option<In<'_>>,
     watch: &mut Watch<'_>,
 ) -> Result<(), Fault> {
+    let to = outgoing.as_ref().map(|(peer, link, _)| (*peer, &link.streams[..]));
+    let mut idle = None;
+    move_all(tag, outgoing, incoming, &mut idle, watch).map_err(|fault| explained(fault, idle, to, watch))
+}
+
+/// As [`drive`]. Keeps in `idle` since when no byte was moved.
+fn move_all(
+    tag: &Site,
+    outgoing: Option<Out<'_>>,
+    incoming: Option<In<'_>>,
+    idle: &mut Option<Instant>,
+    watch: &mut Watch<'_>,
+) -> Result<(), Fault> {
     let mut out = outgoing.map(|(peer, link, payload)| (peer, link, Stripes::<Outbound<'_>>::of(tag, link, payload)));
     let mut into = incoming.map(|(peer, link, payload)| (peer, link, Stripes::<Inbound<'_>>::of(tag, link, payload)));
-    let mut idle: Option<Instant> = None;
     loop {
         let mut moved = false;
         // A stripe that is complete is dropped.
@@ -204,7 +217,7 @@ pub(super) fn drive(
             (None, None) => return Ok(()),
         };
         if moved {
-            idle = None;
+            *idle = None;
             watch.check(waiting_for)?;
             continue;
         }

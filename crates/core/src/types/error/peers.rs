@@ -27,7 +27,8 @@ impl Error {
             Error::Config(reason)
             | Error::Rendezvous { reason, .. }
             | Error::PeerLost { reason, .. }
-            | Error::Disconnected { reason, .. } => vec![reason],
+            | Error::Disconnected { reason, .. }
+            | Error::Stalled { reason, .. } => vec![reason],
             Error::Mpi { function, reason, .. } | Error::Nccl { function, reason, .. } => vec![function, reason],
             Error::Library { library, reason } => vec![library, reason],
             Error::OutOfMemory { operation, device, reason } => vec![operation, device, reason],

@@ -298,12 +298,18 @@ impl World {
         self.check_needed();
     }
 
-    /// Checks that where a living rank is needed, no member goes on without it.
+    /// Checks what a living rank concludes in its group: if those that have not joined it are too few to go on, none of
+    /// them goes on without this rank.
     fn check_needed(&self) {
         let end = |rank: usize| self.nodes[rank].end.as_ref()?.as_ref();
         for (rank, node) in self.nodes.iter().enumerate() {
-            let Some(own) = end(rank).filter(|own| !node.dead && own.needs(rank, self.n())) else { continue };
-            for other in own.members.iter().filter_map(|member| end(*member)) {
+            let Some(own) = end(rank).filter(|_| !node.dead) else { continue };
+            let place = |rank: &usize| own.members.iter().position(|member| member == rank).unwrap();
+            let apart: Vec<_> = own.members.iter().filter(|member| end(**member) != Some(own)).collect();
+            if own.predecessor(self.n()).lets_go_on(apart.iter().map(|member| place(member))) {
+                continue;
+            }
+            for other in apart.into_iter().filter_map(|member| end(*member)) {
                 assert!(other.members.contains(&rank), "rank {rank} goes on in {own:?}, and others in {other:?}");
             }
         }
