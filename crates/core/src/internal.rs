@@ -11,6 +11,8 @@
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`. [`unknown_variables`]: misspelled settings.
+//! * [`stop_is_requested`], [`answer_stop`]: a request to stop, for the steps of a training. [`StopSettings`]: how a
+//!   job is asked to, for its launcher.
 //! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`dial_blocking`]): connections of
 //!   burn-collective's orchestrator.
 
@@ -18,7 +20,8 @@ pub mod oracle;
 
 pub use crate::control::invitation::{process_number, random};
 pub use crate::group::{
-    Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, Started, zeroed,
+    Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, Started, answer_stop,
+    stop_is_requested, zeroed,
 };
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::plan::BySize;
@@ -34,6 +37,6 @@ pub use crate::{
         require_secret,
     },
     control::frame,
-    rendezvous::env::unknown_variables,
+    rendezvous::{StopSettings, env::unknown_variables},
     report::{Event, Report, VARIABLE as LAUNCHER},
 };
