@@ -16,6 +16,7 @@ mod last;
 pub mod layers;
 mod pass;
 mod state;
+mod stop;
 mod sums;
 mod sync;
 mod unused;
@@ -29,6 +30,7 @@ pub(crate) use self::exchange::{Channel, Exchange, Model};
 pub(crate) use self::gather::gather;
 pub use self::pass::{Pass, Receiver, StepPass};
 use self::state::{Settings, State};
+pub(crate) use self::stop::Stopping;
 pub(crate) use self::sums::Sums;
 pub use self::sync::Gradients;
 pub use self::unused::Unused;
@@ -101,9 +103,16 @@ impl Steps {
         Steps { shared: Arc::new(Shared { groups, model, on_devices, state }) }
     }
 
-    /// Makes these steps those of the same model as others: a pass that is kept by one must not be missed by another.
+    /// Makes these steps those of the same model as others: a pass that is kept by one must not be missed by another,
+    /// and [`should_stop`](Self::should_stop) answers for the steps of both.
     pub fn beside(self, others: &Steps) -> Steps {
-        self.state().keeper = others.state().keeper.clone();
+        let (keeper, stopping) = {
+            let others = others.state();
+            (others.keeper.clone(), others.stopping.clone())
+        };
+        let mut state = self.state();
+        (state.keeper, state.stopping) = (keeper, stopping);
+        drop(state);
         self
     }
 
@@ -144,6 +153,17 @@ impl Steps {
     /// Returns the number of steps so far.
     pub fn count(&self) -> u64 {
         self.state().steps
+    }
+
+    /// Whether any rank had been asked to stop before it ended its passes of the last step, or of one before. All ranks
+    /// get the same answer after the same step. From the first call on, the signal that asks this process waits for the
+    /// end of a step.
+    pub fn should_stop(&self) -> bool {
+        self.stopping().answer()
+    }
+
+    fn stopping(&self) -> Arc<Stopping> {
+        self.state().stopping.clone()
     }
 
     /// Logs where in the training this rank is if an error shows that the ranks' calls differ. Each rank's log has it,

@@ -2,6 +2,8 @@
 
 mod adapter;
 mod forms;
+#[cfg(target_os = "linux")]
+mod stop;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,11 +22,11 @@ use bonfire_train::step::{Gradients, Groups, Pass, Steps};
 use bonfire_train::{DeviceMesh, Sharding};
 
 use self::adapter::{Floats, initial, parameters, tensor};
-use self::forms::{Model, Sharded, batches, by_parts, by_shards, by_steps, by_sync, load, reference};
+use self::forms::{Model, STEPS, Sharded, all, batches, by_parts, by_shards, by_steps, by_sync, load, reference};
 
 fn check(name: &str, train: impl Fn(Group) -> Model + Clone + Send + 'static) {
     for n in 1..=4 {
-        let expected = reference(n);
+        let expected = reference(n, STEPS);
         for kind in [Kind::Threads, Kind::Tcp] {
             let models = run_ranks(kind, n, train.clone());
             for (rank, model) in models.iter().enumerate() {
@@ -39,30 +41,30 @@ fn check(name: &str, train: impl Fn(Group) -> Model + Clone + Send + 'static) {
 
 #[test]
 fn replicas_train_as_one_rank() {
-    assert_ne!(reference(1), initial());
-    check("sync", by_sync);
-    check("step", by_steps);
+    assert_ne!(reference(1, STEPS), initial());
+    check("sync", |group| by_sync(group, &all));
+    check("step", |group| by_steps(group, &all));
 }
 
 #[test]
 fn a_sharded_optimizer_trains_as_one_rank() {
     for sharding in [Sharding::All, Sharding::None] {
-        check("ZeRO-1", move |group| by_shards(group, sharding));
+        check("ZeRO-1", move |group| by_shards(group, sharding, &all));
     }
     check("ZeRO-1 in blocks", |group| {
         let ranks = if group.world_size() % 2 == 0 { 2 } else { 1 };
-        by_shards(group, Sharding::Blocks(ranks))
+        by_shards(group, Sharding::Blocks(ranks), &all)
     });
 }
 
 #[test]
 fn parts_train_as_one_rank() {
-    check("ZeRO-3", |group| by_parts(group, 1, false, false));
-    check("ZeRO-3 where some backward passes need no values", |group| by_parts(group, 1, false, true));
-    check("ZeRO-2", |group| by_parts(group, 1, true, false));
+    check("ZeRO-3", |group| by_parts(group, 1, false, false, &all));
+    check("ZeRO-3 where some backward passes need no values", |group| by_parts(group, 1, false, true, &all));
+    check("ZeRO-2", |group| by_parts(group, 1, true, false, &all));
     check("hybrid", |group| {
         let replicas = if group.world_size() % 2 == 0 { 2 } else { 1 };
-        by_parts(group, replicas, false, false)
+        by_parts(group, replicas, false, false, &all)
     });
 }
 
