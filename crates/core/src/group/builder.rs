@@ -341,8 +341,8 @@ impl Builder {
     }
 
     /// Sets how long the program may take to hear of the [stop signal](Self::stop_signal), 10 s by default; also set by
-    /// `BONFIRE_GRACE` (seconds) and `bonfire run --grace`. After nine tenths of it the process says so and ends. A save
-    /// afterwards may take any time, but a signal that comes a second after the first or later ends the process.
+    /// `BONFIRE_GRACE` (seconds) and `bonfire run --grace`. After nine tenths of it the process says so and ends. A
+    /// save afterwards may take any time, but a signal that comes a second after the first or later ends the process.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.stop.grace = Some(grace);
         self

@@ -26,6 +26,7 @@ use rustix::process::getpid;
 use super::core::Core;
 use super::stop;
 use crate::rendezvous::StopSettings;
+use crate::report;
 use crate::sync::{Mutex, lock};
 use crate::types::Error;
 
@@ -113,8 +114,12 @@ pub(super) fn set_stop(StopSettings { signal, grace }: StopSettings) {
     }
 }
 
-/// Makes the stop signal wait for the end of a step, because the program asks then whether it should stop.
-pub(super) fn wait_for_steps() {
+/// Says that the program of a rank, after so many steps, asks whether it should stop, and what it hears. From the first
+/// call on, the stop signal waits for the end of a step.
+pub fn answer_stop(steps: u64, stop: bool) {
+    if stop::answer(steps, stop) {
+        report::stops(steps);
+    }
     // Relaxed, as in `set_stop` and `wait`: the handler is installed by a system call before the signal can arrive.
     if ASKS.load(Ordering::Relaxed) {
         return;

@@ -4,54 +4,53 @@
 //! word here. Each rank sends the word with its next step, the ranks evaluate the words of all, and after this step the
 //! program of each rank hears the same answer when it asks.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-#[cfg(unix)]
-use super::interrupt;
-#[cfg(unix)]
-use crate::report;
+// Relaxed everywhere: each of these is a fact by itself, and publishes nothing else.
 
 /// Whether this process was asked to stop, and its program can hear of it.
 static REQUESTED: AtomicBool = AtomicBool::new(false);
-/// Whether the program has heard that the ranks have agreed to stop.
-static HEARD: AtomicBool = AtomicBool::new(false);
-/// The steps that a rank of the program had made when it asked last.
-static STEPS: AtomicU64 = AtomicU64::new(0);
-
-// Relaxed everywhere: each of the three is a fact by itself, and publishes nothing else.
 
 /// Whether this process was asked to stop. A rank says so in its next step.
 pub fn stop_is_requested() -> bool {
     REQUESTED.load(Ordering::Relaxed)
 }
 
-/// Says that the program of a rank, after so many steps, asks whether it should stop, and what it hears. From the first
-/// call on, the stop signal waits for the next step.
-pub fn answer_stop(steps: u64, stop: bool) {
-    STEPS.store(steps, Ordering::Relaxed);
-    #[cfg(unix)]
-    interrupt::wait_for_steps();
-    // Once in a process.
-    if stop && !HEARD.swap(true, Ordering::Relaxed) {
-        #[cfg(unix)]
-        report::stops(steps);
+/// Where there are no signals, no program is asked to stop.
+#[cfg(not(unix))]
+pub fn answer_stop(_: u64, _: bool) {}
+
+#[cfg(unix)]
+pub(super) use self::answers::{answer, is_heard, next_step, request};
+
+#[cfg(unix)]
+mod answers {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    /// Whether the program has heard that the ranks have agreed to stop.
+    static HEARD: AtomicBool = AtomicBool::new(false);
+    /// The steps that a rank of the program had made when it asked last.
+    static STEPS: AtomicU64 = AtomicU64::new(0);
+
+    /// Asks this process to stop.
+    pub fn request() {
+        super::REQUESTED.store(true, Ordering::Relaxed);
     }
-}
 
-/// Asks this process to stop.
-#[cfg(unix)]
-pub(super) fn request() {
-    REQUESTED.store(true, Ordering::Relaxed);
-}
+    /// Takes note of what the program hears after so many steps. Returns whether this is the first time that it is to
+    /// stop.
+    pub fn answer(steps: u64, stop: bool) -> bool {
+        STEPS.store(steps, Ordering::Relaxed);
+        stop && !HEARD.swap(true, Ordering::Relaxed)
+    }
 
-/// Whether the program has heard that the ranks have agreed to stop.
-#[cfg(unix)]
-pub(super) fn is_heard() -> bool {
-    HEARD.load(Ordering::Relaxed)
-}
+    /// Whether the program has heard that the ranks have agreed to stop.
+    pub fn is_heard() -> bool {
+        HEARD.load(Ordering::Relaxed)
+    }
 
-/// Returns the number of the step whose end the program waits for.
-#[cfg(unix)]
-pub(super) fn next_step() -> u64 {
-    STEPS.load(Ordering::Relaxed) + 1
+    /// Returns the number of the step whose end the program waits for.
+    pub fn next_step() -> u64 {
+        STEPS.load(Ordering::Relaxed) + 1
+    }
 }
