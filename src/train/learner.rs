@@ -62,8 +62,9 @@ use bonfire_core::{Error, Group};
 /// for each batch. All ranks start with rank 0's parameters.
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
-/// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
-/// their training: give it a renderer without output, and another folder.
+/// any process stops all ranks at the same step, and so does its [stop signal](crate::Builder::stop_signal). burn saves
+/// nothing then: the last checkpoint is that of the last epoch. Other processes do not use the metrics, renderer and
+/// checkpointer of their training: give it a renderer without output, and another folder.
 ///
 /// To resume, only rank 0's process loads a checkpoint: all others take over its epoch, model, optimizer and scheduler,
 /// whatever their own `checkpoint` setting and folder say. All processes must have the same number of epochs and the

@@ -216,12 +216,7 @@ impl<M: LearnerModel> Rank<'_, M> {
 
     /// Waits while rank 0, which has the leader, validates, saves a checkpoint and decides on early stopping. Returns
     /// whether the training stops.
-    fn end_epoch(
-        &self,
-        ddp: &DataParallel,
-        epoch: usize,
-        mut leader: Option<&mut Leader<M>>,
-    ) -> Result<bool, Error> {
+    fn end_epoch(&self, ddp: &DataParallel, epoch: usize, mut leader: Option<&mut Leader<M>>) -> Result<bool, Error> {
         match &mut leader {
             Some(leader) => self.validate(epoch, leader)?,
             None => drop(wait_for_leader(self.group)?),
