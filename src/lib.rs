@@ -78,7 +78,7 @@ pub use bonfire_core::{
     Selection, Transport, Work, error, launch, partition, trace,
 };
 #[cfg(unix)]
-pub use bonfire_core::{Secret, TransportKind, yscv};
+pub use bonfire_core::{Secret, StopSignal, TransportKind, yscv};
 
 pub use bonfire_core::ReduceOp as ReduceOperation;
 #[cfg(unix)]

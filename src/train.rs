@@ -59,6 +59,7 @@ mod seeded;
 mod sharded;
 mod sharded_block;
 mod states;
+mod stop;
 mod training_state;
 mod verify;
 mod walk;

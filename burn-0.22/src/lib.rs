@@ -43,7 +43,7 @@ pub use bonfire_core::{
     Selection, Transport, Work, error, launch, partition, trace,
 };
 #[cfg(unix)]
-pub use bonfire_core::{Secret, TransportKind, yscv};
+pub use bonfire_core::{Secret, StopSignal, TransportKind, yscv};
 pub use burn_collective::{
     CollectiveConfig, CollectiveError, PeerId, all_reduce, broadcast, finish_collective, reduce, register,
     reset_collective,

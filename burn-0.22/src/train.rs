@@ -43,6 +43,7 @@ mod seeded;
 mod sharded;
 mod sharded_block;
 mod slices;
+mod stop;
 mod training_state;
 mod verify;
 mod walk;

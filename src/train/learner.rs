@@ -65,8 +65,9 @@ use bonfire_train::loader::for_rank;
 /// rank of the process, and keep no handle of that.
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
-/// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
-/// their training: give it a renderer without output, and another folder.
+/// any process stops all ranks at the same step, and so does its [stop signal](crate::Builder::stop_signal). burn saves
+/// nothing then: the last checkpoint is that of the last epoch. Other processes do not use the metrics, renderer and
+/// checkpointer of their training: give it a renderer without output, and another folder.
 ///
 /// To resume, only rank 0's process loads a checkpoint: all others take over its epoch, model, optimizer and scheduler,
 /// whatever their own `checkpoint` setting and folder say. All processes must have the same number of epochs and the

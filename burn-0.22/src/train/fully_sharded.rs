@@ -285,6 +285,11 @@ impl FullyShardedParallel {
         Ok(restored(model, &self.parameters, wholes))
     }
 
+    /// Whether the program should stop: see [`DataParallel::should_stop`](crate::DataParallel::should_stop).
+    pub fn should_stop(&self) -> bool {
+        self.steps.should_stop()
+    }
+
     /// Averages metrics over all ranks: see [`DataParallel::mean`](crate::DataParallel::mean).
     ///
     /// # Errors

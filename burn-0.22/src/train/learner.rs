@@ -65,7 +65,9 @@ use bonfire_core::{Error, Group};
 ///
 /// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Metrics of
 /// training are over its own batches. Its folder is the only one that is written to; the others may have the same.
-/// Interrupting any rank stops all after the same iteration. While rank 0 validates, the others wait, for any time. But
+/// Interrupting any rank stops all after the same iteration, and so does its
+/// [stop signal](crate::Builder::stop_signal). burn saves nothing then: the last checkpoint is that of the last epoch.
+/// While rank 0 validates, the others wait, for any time. But
 /// each validation batch, each checkpoint and each decision on early stopping must end within the group's
 /// [deadline](Group::deadline).
 ///

@@ -23,6 +23,7 @@ pub(crate) mod record;
 pub(crate) mod recorder;
 mod request;
 mod shrink;
+mod stop;
 mod subgroup;
 mod trace;
 mod turn;
@@ -34,8 +35,13 @@ pub use self::buffer::{Buffer, zeroed};
 pub use self::builder::{Builder, DEADLINE};
 pub use self::bytes::ByteOperations;
 pub use self::handle::{Attachment, Group};
+#[cfg(unix)]
+pub use self::interrupt::answer_stop;
 pub use self::operations::Batch;
 pub use self::progress::Work;
 pub use self::record::{Message, Record, State};
 pub use self::request::Request;
+#[cfg(not(unix))]
+pub use self::stop::answer_stop;
+pub use self::stop::stop_is_requested;
 pub use self::trace::Trace;

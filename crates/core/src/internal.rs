@@ -12,6 +12,8 @@
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`. [`unknown_variables`]: misspelled settings.
 //! * [`bind_all`]: sockets at several addresses with one port, for the port that `bonfire run` chooses.
+//! * [`stop_is_requested`], [`answer_stop`]: a request to stop, for the steps of a training. [`StopSettings`]: how a
+//!   job is asked to, for its launcher.
 //! * [`frame`], [`OwnRuntime`], [`Dialler`] and the handshake ([`AcceptQueue`] to [`accept_handshake`]): connections of
 //!   burn-collective's orchestrator.
 
@@ -19,7 +21,8 @@ pub mod oracle;
 
 pub use crate::control::invitation::{process_number, random};
 pub use crate::group::{
-    Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, Started, zeroed,
+    Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, Started, answer_stop,
+    stop_is_requested, zeroed,
 };
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::plan::BySize;
@@ -32,6 +35,6 @@ pub use crate::types::{Parts, Ranges, RankList, hash};
 pub use crate::{
     auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, require_secret},
     control::frame,
-    rendezvous::{Dialler, env::unknown_variables},
+    rendezvous::{Dialler, StopSettings, env::unknown_variables},
     report::{Event, Report, VARIABLE as LAUNCHER},
 };

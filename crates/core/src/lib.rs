@@ -53,7 +53,7 @@ pub use group::{Batch, Buffer, Builder, Group, Work};
 pub use launch::launch;
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
-pub use rendezvous::TransportKind;
+pub use rendezvous::{StopSignal, TransportKind};
 pub use sync::Deadline;
 pub use transport::Transport;
 pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partition};

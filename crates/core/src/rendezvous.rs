@@ -26,6 +26,7 @@ mod neighbours;
 mod registration;
 mod regroup;
 mod source;
+mod stop;
 #[cfg(test)]
 mod tests;
 
@@ -40,6 +41,7 @@ use self::join::Joined;
 use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::{Numbers, Source};
+pub use self::stop::{StopSettings, StopSignal};
 use crate::auth::{self, Secret};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, turn};
 use crate::sync::{Mutex, OwnRuntime};

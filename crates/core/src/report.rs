@@ -1,6 +1,6 @@
 //! What a rank tells the launcher that started it, `bonfire run`: that its group failed, which other ranks the error
-//! names, that its work counts as failed though no operation did, and that an operation waits. The launcher can then
-//! name the rank that failed first, whatever the programs print and in whatever order they end.
+//! names, that an operation waits, and that its program stops in order. The launcher can then name the rank that failed
+//! first, whatever the programs print and in whatever order they end, and does not kill one that saves.
 //!
 //! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its
 //! inode and the local rank. A datagram is in the launcher's queue when the call that sends it returns, so before this
@@ -55,6 +55,12 @@ pub enum Event {
     },
     /// This rank is in a new group: it has overcome earlier failures.
     Connected,
+    /// All ranks have agreed to stop after so many steps, and the program of this one has heard of it: it saves, and
+    /// ends by itself.
+    Stops {
+        /// The steps of this rank.
+        steps: u64,
+    },
 }
 
 pub fn waits(elapsed: Duration, what: String) {
@@ -68,6 +74,10 @@ pub fn failed(error: &Error, number: impl Fn(usize) -> Option<usize>) {
 
 pub fn connected() {
     send(|| Event::Connected);
+}
+
+pub fn stops(steps: u64) {
+    send(|| Event::Stops { steps });
 }
 
 fn failure(error: &Error, number: impl Fn(usize) -> Option<usize>) -> Event {

@@ -58,7 +58,7 @@ impl Process {
         {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
-        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "TRACE"] {
+        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "TRACE", "STOP_SIGNAL", "GRACE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         for limit in ["DEADLINE", "HANG_TIMEOUT", "HEARTBEAT_TIMEOUT", "RENDEZVOUS_TIMEOUT"] {

@@ -35,7 +35,7 @@ use crate::agree::{lane as lane_group, ranks_are_processes};
 use crate::lane::{HostLane, Lane, Tensors};
 use crate::parameters::{Parameter, comparison_is_due};
 use crate::shards::{Cut, Layout};
-use crate::step::{Channel, Groups, Model};
+use crate::step::{Channel, Groups, Model, Stopping};
 use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_core::{Error, Group};
 
@@ -79,6 +79,7 @@ struct Shared {
     skips: AtomicBool,
     /// Whether the parameters of all ranks are on collective devices. The ranks have agreed on it.
     on_devices: bool,
+    stopping: Stopping,
     state: Mutex<State>,
 }
 
@@ -147,7 +148,10 @@ impl GatherSteps {
         let engine = Some(Engine { gatherer, channel: Some(channel), history: History::default(), bounded });
         let state = State { engine, is_open: false, steps: 0, counts: GatherCounts::default(), progress: None };
         let (blocks, [keep, skips], state) = (positions, Default::default(), Mutex::new(state));
-        Ok(GatherSteps { shared: Arc::new(Shared { groups, model, places, blocks, keep, skips, on_devices, state }) })
+        let stopping = Stopping::default();
+        Ok(GatherSteps {
+            shared: Arc::new(Shared { groups, model, places, blocks, keep, skips, on_devices, stopping, state }),
+        })
     }
 
     /// Keeps blocks gathered from the forward pass to the backward pass (ZeRO-2). All ranks do.
@@ -191,6 +195,11 @@ impl GatherSteps {
         // Once in a step.
         let is_first = state.progress.is_none();
         groups.replicas.world_size() > 1 && is_first && comparison_is_due(state.steps, bytes, *on_devices)
+    }
+
+    /// See [`Steps::should_stop`](crate::step::Steps::should_stop).
+    pub fn should_stop(&self) -> bool {
+        self.shared.stopping.answer()
     }
 
     /// Returns how often blocks were gathered in the last step.

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | [`Header`] | at the start of a step | trained parameters, settings, number of the step, digests of parameters |
 //! | `Weight` | when the weight of a rank's passes is known | the weight |
-//! | `Trailer` | when a rank has all its gradients | which there were, and what went wrong |
+//! | `Trailer` | when a rank has all its gradients | which there were, what went wrong, whether it was asked to stop |
 //!
 //! Each is an all-gather of words that are as many on all ranks. Gradients are sent in between, from the moment in
 //! which header and weights of all ranks are there. Where a rank knows all three at once, they are one message.
@@ -219,6 +219,8 @@ pub(crate) struct Trailer {
     pub exists: Vec<bool>,
     /// By position, whether it has one more, which came when the first may have been sent.
     pub late: Vec<bool>,
+    /// Whether it was asked to stop.
+    pub stop: bool,
 }
 
 /// What the trailers of all ranks say.
@@ -232,6 +234,8 @@ pub(crate) struct Trailers {
     pub everywhere: Vec<bool>,
     /// By position, whether any rank has one more.
     pub late: Vec<bool>,
+    /// The lowest rank that was asked to stop. All ranks stop if there is one.
+    pub stop: Option<usize>,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -239,11 +243,13 @@ pub(crate) struct Trailers {
 struct TrailerWords {
     problem: [u64; 2],
     ordered: u64,
+    stop: u64,
 }
 
 impl Trailer {
     pub fn write(&self, to: &mut Writer) {
-        to.words(&TrailerWords { problem: Problem::to_words(self.problem), ordered: u64::from(self.ordered) });
+        let problem = Problem::to_words(self.problem);
+        to.words(&TrailerWords { problem, ordered: self.ordered.into(), stop: self.stop.into() });
         to.bits(&self.exists);
         to.bits(&self.late);
     }
@@ -259,6 +265,7 @@ impl Trailer {
                 exists: exists.anywhere(),
                 everywhere: exists.everywhere(),
                 late: late.anywhere(),
+                stop: trailers.iter().position(|trailer| trailer.stop == 1),
             }),
         }
     }
@@ -302,6 +309,7 @@ mod tests {
             ordered: rank > 0,
             exists: (0..70).map(|position| position % 2 == rank % 2 || position == 69).collect(),
             late: (0..70).map(|position| rank == 2 && position == 64).collect(),
+            stop: rank == 1,
         };
         let read = exchanged(
             3,
@@ -318,11 +326,25 @@ mod tests {
         for (rank, (kinds, weighting, trailers)) in read.into_iter().enumerate() {
             assert_eq!(kinds, [PassKind::RunsLast; 3]);
             assert_eq!(weighting, (Weighting::Share(rank as f64 / 3.0), 3.0));
-            assert_eq!(trailers.ordered, Some(1));
+            assert_eq!((trailers.ordered, trailers.stop), (Some(1), Some(1)));
             assert_eq!(trailers.exists, [true; 70]);
             assert!((0..70).all(|position| trailers.everywhere[position] == (position == 69)));
             assert!((0..70).all(|position| trailers.late[position] == (position == 64)));
         }
+    }
+
+    #[test]
+    fn all_ranks_stop_if_one_was_asked_to() {
+        let stop = |asked: fn(usize) -> bool| {
+            let own = |rank| {
+                let none = vec![false; 3];
+                Trailer { problem: None, ordered: false, exists: none.clone(), late: none, stop: asked(rank) }
+            };
+            exchanged(3, |rank, to| own(rank).write(to), |rank, from| own(rank).evaluate(from).unwrap().stop)
+        };
+        assert_eq!(stop(|_| false), [None; 3]);
+        assert_eq!(stop(|rank| rank == 2), [Some(2); 3]);
+        assert_eq!(stop(|rank| rank > 0), [Some(1); 3]);
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod last;
 pub mod layers;
 mod pass;
 mod state;
+mod stop;
 mod sums;
 mod sync;
 mod unused;
@@ -32,6 +33,7 @@ pub(crate) use self::finite::Finite;
 pub(crate) use self::gather::gather;
 pub use self::pass::{Pass, Receiver, StepPass};
 use self::state::{Settings, State};
+pub(crate) use self::stop::Stopping;
 pub(crate) use self::sums::Sums;
 pub use self::sync::Gradients;
 pub use self::unused::Unused;
@@ -105,14 +107,15 @@ impl Steps {
     }
 
     /// Makes these steps those of the same model as others: a pass that is kept by one must not be missed by another,
-    /// and what leaves out a step of one leaves out that of another.
+    /// what leaves out a step of one leaves out that of another, and [`should_stop`](Self::should_stop) answers for the
+    /// steps of both.
     pub fn beside(self, others: &Steps) -> Steps {
-        let (keeper, skips) = {
+        let (keeper, skips, stopping) = {
             let others = others.state();
-            (others.keeper.clone(), others.settings.skips.clone())
+            (others.keeper.clone(), others.settings.skips.clone(), others.stopping.clone())
         };
         let mut state = self.state();
-        (state.keeper, state.settings.skips) = (keeper, skips);
+        (state.keeper, state.settings.skips, state.stopping) = (keeper, skips, stopping);
         drop(state);
         self
     }
@@ -154,6 +157,17 @@ impl Steps {
     /// Returns the number of steps so far.
     pub fn count(&self) -> u64 {
         self.state().steps
+    }
+
+    /// Whether any rank had been asked to stop before it ended its passes of the last step, or of one before. All ranks
+    /// get the same answer after the same step. From the first call on, the signal that asks this process waits for the
+    /// end of a step.
+    pub fn should_stop(&self) -> bool {
+        self.stopping().answer()
+    }
+
+    fn stopping(&self) -> Arc<Stopping> {
+        self.state().stopping.clone()
     }
 
     /// Logs where in the training this rank is if an error shows that the ranks' calls differ. Each rank's log has it,

@@ -145,7 +145,7 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
                 processed: processed as u64,
                 total: progress.items_total as u64,
             };
-            let iteration = match agree(&self.group, report)? {
+            let iteration = match agree(&self.group, report, ddp.replicas.steps.count())? {
                 Next::Iterate(iteration) => iteration,
                 next => {
                     let interrupter = &self.settings.interrupter;

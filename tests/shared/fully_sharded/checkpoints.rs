@@ -1,6 +1,7 @@
 //! Checkpoints of fully sharded trainings: any form of training, on any number of ranks, loads what another has saved.
 
 mod killed;
+mod stopped;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -113,6 +114,13 @@ impl<O: Kind> Run<O> {
         match &self.parallel {
             Parallel::Replicas(ddp, _) => ddp.group(),
             Parallel::Parts(fsdp) => fsdp.group(),
+        }
+    }
+
+    fn should_stop(&self) -> bool {
+        match &self.parallel {
+            Parallel::Replicas(ddp, _) => ddp.should_stop(),
+            Parallel::Parts(fsdp) => fsdp.should_stop(),
         }
     }
 

@@ -64,7 +64,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             if is_leader {
                 self.interrupter.fail_on_error(leader.processor.process_train(LearnerEvent::EndSplit(epoch)));
             }
-            if stops || self.end_epoch(epoch, is_leader.then_some(&mut *leader))? {
+            if stops || self.end_epoch(&ddp, epoch, is_leader.then_some(&mut *leader))? {
                 break;
             }
         }
@@ -142,7 +142,7 @@ impl<M: LearnerModel> Rank<'_, M> {
                 processed: processed as u64,
                 total: progress.items_total as u64,
             };
-            let iteration = match self.agree(report)? {
+            let iteration = match self.agree(ddp, report)? {
                 Next::Iterate(iteration) => iteration,
                 next => return Ok(next != Next::EndEpoch),
             };
@@ -167,8 +167,8 @@ impl<M: LearnerModel> Rank<'_, M> {
     }
 
     /// Exchanges the ranks' reports. If another rank wants to stop, it stops this one.
-    fn agree(&self, report: RankReport) -> Result<Next, Error> {
-        let next = agree(self.group, report)?;
+    fn agree(&self, ddp: &DataParallel, report: RankReport) -> Result<Next, Error> {
+        let next = agree(self.group, report, ddp.replicas.steps.count())?;
         match next {
             Next::Stop(..) if self.interrupter.should_stop() => {}
             Next::Stop(rank, Stop::Interrupted) => self.interrupter.stop(Some(&format!("rank {rank} was interrupted"))),
@@ -220,13 +220,13 @@ impl<M: LearnerModel> Rank<'_, M> {
 
     /// Waits while rank 0, which has the leader, validates, saves a checkpoint and decides on early stopping. Returns
     /// whether the training stops.
-    fn end_epoch(&self, epoch: usize, mut leader: Option<&mut Leader<M>>) -> Result<bool, Error> {
+    fn end_epoch(&self, ddp: &DataParallel, epoch: usize, mut leader: Option<&mut Leader<M>>) -> Result<bool, Error> {
         match &mut leader {
             Some(leader) => self.validate(epoch, leader)?,
             None => drop(wait_for_leader(self.group)?),
         }
         let report = RankReport { stop: self.stop(), ..RankReport::default() };
-        if self.agree(report)? != Next::EndEpoch {
+        if self.agree(ddp, report)? != Next::EndEpoch {
             return Ok(true);
         }
         let Some(leader) = leader else { return wait_for_leader(self.group) };

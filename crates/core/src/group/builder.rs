@@ -14,7 +14,7 @@ use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::env::unknown_variables;
 #[cfg(unix)]
-use crate::rendezvous::{Launched, Numbers, TransportKind};
+use crate::rendezvous::{Launched, Numbers, StopSettings, StopSignal, TransportKind};
 #[cfg(unix)]
 use crate::report;
 #[cfg(unix)]
@@ -34,7 +34,8 @@ const MAX_THREADS: usize = 4096;
 ///
 /// Environment variables count only in a builder of [`from_env`](Self::from_env), and code overrides them.
 /// [`Group::builder`] begins with the defaults: one rank, and what each method says. [`threads`](Self::threads) and
-/// [`on`](Self::on) use the deadline and the algorithms only.
+/// [`on`](Self::on) use the deadline and the algorithms only, and `threads` what is said of the
+/// [stop signal](Self::stop_signal).
 ///
 /// ```no_run
 /// # let rank = 0;
@@ -50,6 +51,8 @@ pub struct Builder {
     settings: crate::rendezvous::Settings,
     #[cfg(unix)]
     leave_on_interrupt: bool,
+    #[cfg(unix)]
+    stop: StopSettings,
 }
 
 impl Default for Builder {
@@ -62,6 +65,8 @@ impl Default for Builder {
             settings: crate::rendezvous::Settings::default(),
             #[cfg(unix)]
             leave_on_interrupt: false,
+            #[cfg(unix)]
+            stop: StopSettings::default(),
         }
     }
 }
@@ -118,6 +123,8 @@ impl Builder {
             return Err(Error::argument("threads", reason));
         }
         let session = random()?;
+        #[cfg(unix)]
+        interrupt::set_stop(self.stop);
         let limits = (self.deadline, self.hang_timeout);
         let group =
             |local| Group::of(Core::new(GroupEndpoint::threads(local, session), self.algorithms.clone()), limits, None);
@@ -154,7 +161,8 @@ impl Group {
     /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_RENDEZVOUS_TIMEOUT` (seconds, see
     /// [`Builder::rendezvous_timeout`]), `BONFIRE_HEARTBEAT_TIMEOUT` (seconds, see
     /// [`Builder::heartbeat_timeout`]), `BONFIRE_DEADLINE` and `BONFIRE_HANG_TIMEOUT` (seconds, see
-    /// [`Builder::deadline`] and [`Builder::hang_timeout`]).
+    /// [`Builder::deadline`] and [`Builder::hang_timeout`]), `BONFIRE_STOP_SIGNAL` and `BONFIRE_GRACE` (see
+    /// [`Builder::stop_signal`] and [`Builder::grace`]).
     ///
     /// # Errors
     /// [`Error::Config`] if variables are missing, malformed or contradict each other; otherwise see
@@ -203,6 +211,7 @@ impl Builder {
             algorithms,
             settings: environment.settings,
             leave_on_interrupt: true,
+            stop: environment.stop,
         })
     }
 
@@ -312,12 +321,30 @@ impl Builder {
         self
     }
 
-    /// Sets whether SIGINT (Ctrl-C) and SIGTERM make the process leave the group and its subgroups gracefully, before
-    /// it ends as it would have. On for builders from the environment, off otherwise. A signal for which the program
-    /// has a handler when it arrives, installed before or after this call, is left to the program, and so is one that
-    /// is ignored.
+    /// Sets whether SIGINT (Ctrl-C), SIGTERM and the [stop signal](Self::stop_signal) make the process leave the group
+    /// and its subgroups gracefully, before it ends as it would have. On for builders from the environment, off
+    /// otherwise. A signal for which the program has a handler when it arrives, installed before or after this call, is
+    /// left to the program, and so is one that is ignored.
     pub fn leave_on_interrupt(mut self, leave: bool) -> Self {
         self.leave_on_interrupt = leave;
+        self
+    }
+
+    /// Sets the signal that asks this process to stop in order; also set by `BONFIRE_STOP_SIGNAL` (`TERM`, `USR1` or
+    /// `USR2`). The default is SIGTERM. A program that asks after each training step whether it should stop, by
+    /// `DataParallel::should_stop` of `bonfire-burn`, hears of the signal on all ranks after the same step. In others,
+    /// and before the first question, [`leave_on_interrupt`](Self::leave_on_interrupt) applies. It is a setting of the
+    /// process: of several groups, the last that sets it counts.
+    pub fn stop_signal(mut self, signal: StopSignal) -> Self {
+        self.stop.signal = Some(signal);
+        self
+    }
+
+    /// Sets how long the program may take to hear of the [stop signal](Self::stop_signal), 10 s by default; also set by
+    /// `BONFIRE_GRACE` (seconds) and `bonfire run --grace`. After nine tenths of it the process says so and ends. A
+    /// save afterwards may take any time, but a signal that comes a second after the first or later ends the process.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.stop.grace = Some(grace);
         self
     }
 
@@ -359,6 +386,7 @@ impl Builder {
             let core = Core::new(crate::rendezvous::connect(&settings)?, self.algorithms);
             Group::of(core, (self.deadline, self.hang_timeout), None)
         };
+        interrupt::set_stop(self.stop);
         if self.leave_on_interrupt {
             interrupt::leave_on_interrupt(&group.core)?;
         }

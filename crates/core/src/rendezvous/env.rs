@@ -20,6 +20,7 @@ use self::launcher::detect;
 pub use self::unknown::unknown_variables;
 use self::variables::{NamedNumber, RankAndSize, Variables};
 use super::source::{Launched, Missing, Numbers, Source};
+use super::stop::StopSettings;
 use super::{Settings, TransportKind};
 use crate::sync::{DEADLINE_VARIABLE, seconds_from_env};
 use crate::types::Error;
@@ -30,6 +31,7 @@ pub(crate) struct Environment {
     pub settings: Settings,
     pub deadline: Option<Duration>,
     pub hang_timeout: Option<Duration>,
+    pub stop: StopSettings,
     /// Unparsed: this module does not know algorithms.
     pub algorithms: Option<String>,
 }
@@ -55,6 +57,8 @@ impl Launched {
                 "BONFIRE_HANG_TIMEOUT",
                 "BONFIRE_HEARTBEAT_TIMEOUT",
                 "BONFIRE_RENDEZVOUS_TIMEOUT",
+                "BONFIRE_STOP_SIGNAL",
+                "BONFIRE_GRACE",
                 "BONFIRE_TRACE",
             ],
         ),
@@ -141,7 +145,8 @@ pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Er
     let algorithms = variable("BONFIRE_ALGORITHMS");
     let hang_timeout = seconds_from_env(&variable, "BONFIRE_HANG_TIMEOUT")?;
     let deadline = seconds_from_env(&variable, DEADLINE_VARIABLE)?;
-    Ok(Environment { settings, deadline, hang_timeout, algorithms })
+    let stop = StopSettings::read(&variable)?;
+    Ok(Environment { settings, deadline, hang_timeout, stop, algorithms })
 }
 
 /// Finds rank, world size and address: each from Bonfire's own variable, or else from the launcher.

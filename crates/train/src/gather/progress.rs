@@ -10,7 +10,7 @@ use crate::parameters::{Digested, Parameter, compare};
 use crate::protocol::{self, Agreement, Header, PassKind, Problem, Reader, Refusal, Trailer, Trailers, Weight, Writer};
 use crate::step::{Decided, Outcome, Pass, Sums};
 use bonfire_core::Error;
-use bonfire_core::internal::{AgreedOperations, lock};
+use bonfire_core::internal::{AgreedOperations, lock, stop_is_requested};
 
 /// A step in progress.
 pub(super) struct Progress {
@@ -171,7 +171,8 @@ impl GatherSteps {
             return Err(Error::broken(OPERATION, "no step is open"));
         };
         let (exists, parameters) = (progress.exists.clone(), progress.exists.len());
-        let trailer = Trailer { problem: progress.problem, ordered: false, exists, late: Vec::new() };
+        let (problem, stop) = (progress.problem, stop_is_requested());
+        let trailer = Trailer { problem, ordered: false, exists, late: Vec::new(), stop };
         let mut words = Writer::default();
         trailer.write(&mut words);
         words.bits(&progress.needed);
@@ -185,6 +186,7 @@ impl GatherSteps {
             }
             Err(refusal) => return Err(error(refusal)),
         };
+        self.shared.stopping.end_step(trailers.stop);
         let Progress { mut sums, last, needed, .. } = progress;
         let needed = from.bits(needed.len()).anywhere();
         let (parts, weight) = last.unwrap_or_default();

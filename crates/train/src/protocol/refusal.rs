@@ -275,3 +275,25 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
 pub(crate) fn failed(rank: usize, fault: &str) -> String {
     format!("rank {rank}'s own code has failed: {fault}")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bonfire_core::DType;
+
+    #[test]
+    fn only_a_gradient_that_is_not_finite_leaves_out_a_step_and_every_other_problem_comes_first() {
+        let words = |problems: &[Option<Problem>]| problems.iter().map(|p| Problem::to_words(*p)).collect::<Vec<_>>();
+        let first = |problems: &[Option<Problem>]| Problem::first(words(problems).into_iter());
+        let not_finite = Some(Problem::NotFinite(0));
+        assert_eq!(first(&[None, not_finite, Some(Problem::Open)]), Some((2, Problem::Open)));
+        assert_eq!(first(&[None, Some(Problem::Open), Some(Problem::Unknown)]), Some((1, Problem::Open)));
+        assert_eq!(first(&[None, not_finite, not_finite]), Some((1, Problem::NotFinite(0))));
+
+        let parameters = [Parameter { path: "first".into(), shape: vec![2], dtype: DType::F32 }];
+        let of = |problem| Refusal::Problem { rank: 2, problem };
+        assert!(of(Problem::NotFinite(0)).leaves_out(0, 1, &parameters));
+        assert!(!of(Problem::Open).leaves_out(0, 1, &parameters));
+        assert_eq!(of(Problem::NotFinite(0)).reason(&parameters), "rank 2's gradient of `first` is not finite");
+    }
+}

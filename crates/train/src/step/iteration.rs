@@ -2,12 +2,13 @@
 //! in it, and whether one of them wants to stop.
 
 use crate::agree::all_gather_values;
+use bonfire_core::internal::{answer_stop, stop_is_requested};
 use bonfire_core::{Error, Group};
 
 /// Why a rank ends its training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Stop {
-    /// It was interrupted.
+    /// It was interrupted, or its process was asked to stop.
     Interrupted,
     /// It has failed.
     Failed,
@@ -60,14 +61,16 @@ impl Iteration {
     }
 }
 
-/// Exchanges the ranks' reports and returns what all do next.
+/// Exchanges the ranks' reports and returns what all do next. A signal that asks this process to stop counts as an
+/// interruption, from the first call on. `steps` is the number of this rank's steps so far.
 ///
 /// # Errors
 /// Those of [`Group::all_gather`].
 #[track_caller]
-pub fn agree(group: &Group, own: RankReport) -> Result<Next, Error> {
+pub fn agree(group: &Group, own: RankReport, steps: u64) -> Result<Next, Error> {
     let batch = own.batch.map_or([0, 0], |samples| [1, samples]);
-    let stop = own.stop.map_or(0, |stop| 1 + u64::from(stop == Stop::Failed));
+    let stop = own.stop.or(stop_is_requested().then_some(Stop::Interrupted));
+    let stop = stop.map_or(0, |stop| 1 + u64::from(stop == Stop::Failed));
     let report = |[batch, samples, stop, processed, total]: [u64; 5]| RankReport {
         batch: (batch == 1).then_some(samples),
         stop: [None, Some(Stop::Interrupted), Some(Stop::Failed)][stop.min(2) as usize],
@@ -75,7 +78,9 @@ pub fn agree(group: &Group, own: RankReport) -> Result<Next, Error> {
         total,
     };
     let all = all_gather_values(group, [batch[0], batch[1], stop, own.processed, own.total])?;
-    Ok(next(&all.into_iter().map(report).collect::<Vec<_>>()))
+    let next = next(&all.into_iter().map(report).collect::<Vec<_>>());
+    answer_stop(steps, matches!(next, Next::Stop(..)));
+    Ok(next)
 }
 
 /// Returns what the ranks do after these reports. All find the same.

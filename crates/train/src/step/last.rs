@@ -9,7 +9,7 @@ use crate::agree;
 use crate::bucket::{Limits, agree_on_order, buckets, measured_limits};
 use crate::lane::Tensor;
 use crate::protocol::{Agreement, Exchanged, Header, OPERATION, Problem, STEP_END, Trailer, Trailers, Weight, Writer};
-use bonfire_core::internal::AgreedOperations;
+use bonfire_core::internal::{AgreedOperations, stop_is_requested};
 use bonfire_core::{Error, Group};
 
 /// A step from the header to the trailer.
@@ -199,7 +199,8 @@ impl Last {
         }
         let exists: Vec<bool> = (0..is_late.len()).map(|i| is_late[i] || self.exchange.has(i)).collect();
         let problem = problem.map_or_else(|| self.exchange.not_finite(), |problem| Ok(Some(problem)))?;
-        let trailer = Trailer { problem, ordered: !self.order.is_empty(), exists, late: is_late };
+        let (ordered, stop) = (!self.order.is_empty(), stop_is_requested());
+        let trailer = Trailer { problem, ordered, exists, late: is_late, stop };
         let mut words = Writer::default();
         trailer.write(&mut words);
         // On the main group: on a lane it would wait for the buckets, and a rank that skips a pass in which others run
@@ -210,6 +211,7 @@ impl Last {
             Ok(trailers) => trailers,
             Err(refusal) => return steps.explained(&self.agreement.header, refusal).map(Err),
         };
+        steps.stopping().end_step(trailers.stop);
         let gradients = self.add_late(steps, gradients, &trailers, late)?;
         if let Some(refusal) = self.exchange.channel.end_step(&self.main, OPERATION)? {
             return Ok(Err(refusal));

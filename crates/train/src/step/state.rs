@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::exchange::{Channel, Model};
 use super::last::Last;
+use super::stop::Stopping;
 use super::sums::Sums;
 use crate::bucket::{BucketTable, Limits, buckets};
 use crate::compression::Compressor;
@@ -25,6 +26,8 @@ pub(super) struct State {
     pub generation: u64,
     /// Which of the steps of one model have kept passes, by their ids.
     pub keeper: Arc<AtomicU64>,
+    /// That of all steps of one model.
+    pub stopping: Arc<Stopping>,
     id: u64,
     /// Passes that have not ended.
     pub open: usize,
@@ -70,6 +73,7 @@ impl State {
             sums: Sums::new(model.clone()),
             generation: 0,
             keeper: Arc::default(),
+            stopping: Arc::default(),
             // Relaxed: only unique. 0 is none.
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             open: 0,

@@ -5,7 +5,7 @@ use crate::agree::broadcast_value;
 use crate::lane::Tensor;
 use crate::protocol::{Header, Problem, Reader, Refusal, Trailer, Weight, Writer, failed};
 use bonfire_core::Error;
-use bonfire_core::internal::AgreedOperations;
+use bonfire_core::internal::{AgreedOperations, stop_is_requested};
 
 /// Gradients that are all there.
 pub struct Gradients {
@@ -64,7 +64,7 @@ impl Steps {
 
         let weight = Weight { weight: sums.weight + weight, problem: None };
         let exists = own.iter().map(Option::is_some).collect();
-        let trailer = Trailer { problem, ordered: false, exists, late: Vec::new() };
+        let trailer = Trailer { problem, ordered: false, exists, late: Vec::new(), stop: stop_is_requested() };
         let mut words = Writer::default();
         header.write(&mut words);
         weight.write(&mut words);
@@ -76,6 +76,7 @@ impl Steps {
             Ok(decided) => decided,
             Err(refusal) => return self.explained(&header, refusal).map(Err),
         };
+        self.stopping().end_step(trailers.stop);
         if total == 0.0 {
             return Ok(Ok(Outcome::NoSamples));
         }

@@ -38,12 +38,20 @@ pub fn batches(step: usize, rank: usize, ranks: usize) -> Vec<Vec<usize>> {
     own.chunks(2 + rank).map(<[usize]>::to_vec).collect()
 }
 
-const STEPS: usize = 6;
+pub const STEPS: usize = 6;
 
-/// Trains on one rank, without the engine.
-pub fn reference(ranks: usize) -> Model {
+/// Says after each step whether the training ends. Gets the number of steps, and what answers whether it should stop.
+pub type Ends<'a> = &'a dyn Fn(usize, &dyn Fn() -> bool) -> bool;
+
+/// Ends after all steps, and does not ask.
+pub fn all(steps: usize, _: &dyn Fn() -> bool) -> bool {
+    steps == STEPS
+}
+
+/// Trains for so many steps on one rank, without the engine.
+pub fn reference(ranks: usize, steps: usize) -> Model {
     let (mut model, momentum) = (initial(), Momentum::default());
-    for step in 0..STEPS {
+    for step in 0..steps {
         let all: Vec<_> = (0..ranks).flat_map(|rank| batches(step, rank, ranks)).collect();
         let total: usize = all.iter().map(Vec::len).sum();
         let mut sums: Vec<Option<Vec<f32>>> = vec![None; model.len()];
@@ -79,11 +87,11 @@ pub fn update(model: &mut Model, momentum: &Momentum, means: &Means) {
 }
 
 /// Trains replicas by gradients that are all there.
-pub fn by_sync(group: Group) -> Model {
+pub fn by_sync(group: Group, ends: Ends) -> Model {
     let (rank, n) = (group.rank(), group.world_size());
     let steps = steps(Groups::replicas(group).unwrap(), Cut::Rows);
     let (mut model, momentum) = (initial(), Momentum::default());
-    for step in 0..STEPS {
+    for step in 0.. {
         let samples = batches(step, rank, n);
         let weight: usize = samples.iter().map(Vec::len).sum();
         let mut sums: Vec<Option<Tensor>> = vec![None; model.len()];
@@ -98,6 +106,9 @@ pub fn by_sync(group: Group) -> Model {
         let gradients = sums.into_iter().enumerate().filter_map(|(position, sum)| Some((position, sum?))).collect();
         let gradients = Gradients { gradients, weight: weight as f64, problem: None };
         update(&mut model, &momentum, &means(steps.sync("sync", header(), gradients)));
+        if ends(step + 1, &|| steps.should_stop()) {
+            break;
+        }
     }
     model
 }
@@ -119,26 +130,31 @@ pub fn step_of(steps: &Steps, model: &Model, mut batches: Vec<Vec<usize>>) -> Re
     Ok(run(&last.unwrap_or_default(), Some(header()))?.expect("the last pass has an outcome"))
 }
 
-pub fn by_steps(group: Group) -> Model {
+pub fn by_steps(group: Group, ends: Ends) -> Model {
     let (rank, n) = (group.rank(), group.world_size());
     let steps = steps(Groups::replicas(group).unwrap(), Cut::Rows);
     let (mut model, momentum) = (initial(), Momentum::default());
-    for step in 0..STEPS {
+    for step in 0.. {
         let means = means(step_of(&steps, &model, batches(step, rank, n)));
         update(&mut model, &momentum, &means);
+        if ends(step + 1, &|| steps.should_stop()) {
+            break;
+        }
     }
     // A rank whose data has ended would go on so, until no rank has any.
     assert!(matches!(step_of(&steps, &model, Vec::new()), Ok(Outcome::NoSamples)));
     model
 }
 
-/// Trains with a sharded optimizer (ZeRO-1): each rank updates its slices.
-pub fn by_shards(group: Group, sharding: Sharding) -> Model {
+/// Trains with a sharded optimizer (ZeRO-1): each rank updates its slices. What asks whether the training should stop
+/// are steps of replicas beside, which are never made, as those of a `DataParallel`.
+pub fn by_shards(group: Group, sharding: Sharding, ends: Ends) -> Model {
     let (rank, n) = (group.rank(), group.world_size());
     let mesh = sharding.mesh("test", &group).unwrap();
-    let steps = steps(Groups::sharded(&mesh, "test").unwrap(), Cut::Slices);
+    let replicas = self::steps(Groups::replicas(group).unwrap(), Cut::Rows);
+    let steps = steps(Groups::sharded(&mesh, "test").unwrap(), Cut::Slices).beside(&replicas);
     let (mut model, momentum) = (initial(), Momentum::default());
-    for step in 0..STEPS {
+    for step in 0.. {
         let means = means(step_of(&steps, &model, batches(step, rank, n)));
         let update = |position: usize| {
             let (own, gradient) = (steps.layout().range(position), means.gradients[position].as_ref()?);
@@ -151,6 +167,9 @@ pub fn by_shards(group: Group, sharding: Sharding) -> Model {
             if let Some(whole) = whole {
                 model[position] = values(whole).to_vec();
             }
+        }
+        if ends(step + 1, &|| replicas.should_stop()) {
+            break;
         }
     }
     model
@@ -238,15 +257,18 @@ impl Sharded {
 }
 
 /// `some_keep_values`: see [`Sharded`]; every other rank.
-pub fn by_parts(group: Group, replicas: usize, keep: bool, some_keep_values: bool) -> Model {
+pub fn by_parts(group: Group, replicas: usize, keep: bool, some_keep_values: bool, ends: Ends) -> Model {
     let (rank, n) = (group.rank(), group.world_size());
     let mesh = DeviceMesh::new(group, [("replicate", replicas), ("shard", n / replicas)]).unwrap();
     let mut training = Sharded::new(mesh, keep);
     training.keeps_values = some_keep_values && rank % 2 == 1;
-    for step in 0..STEPS {
+    for step in 0.. {
         let own = batches(step, rank, n);
         // Where a rank serves a pass, the others need the same blocks in it.
         training.step(if some_keep_values && !own.is_empty() { vec![own.concat()] } else { own });
+        if ends(step + 1, &|| training.steps.should_stop()) {
+            break;
+        }
     }
     training.whole()
 }

@@ -1,0 +1,56 @@
+//! What a process knows of requests to stop, between the signal, the trainings of its ranks, and its launcher.
+//!
+//! A signal reaches one process, at any moment, and all ranks must stop after the same step. So the signal only sets a
+//! word here. Each rank sends the word with its next step, the ranks evaluate the words of all, and after this step the
+//! program of each rank hears the same answer when it asks.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+// Relaxed everywhere: each of these is a fact by itself, and publishes nothing else.
+
+/// Whether this process was asked to stop, and its program can hear of it.
+static REQUESTED: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process was asked to stop. A rank says so in its next step.
+pub fn stop_is_requested() -> bool {
+    REQUESTED.load(Ordering::Relaxed)
+}
+
+/// Where there are no signals, no program is asked to stop.
+#[cfg(not(unix))]
+pub fn answer_stop(_: u64, _: bool) {}
+
+#[cfg(unix)]
+pub(super) use self::answers::{answer, is_heard, next_step, request};
+
+#[cfg(unix)]
+mod answers {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    /// Whether the program has heard that the ranks have agreed to stop.
+    static HEARD: AtomicBool = AtomicBool::new(false);
+    /// The steps that a rank of the program had made when it asked last.
+    static STEPS: AtomicU64 = AtomicU64::new(0);
+
+    /// Asks this process to stop.
+    pub fn request() {
+        super::REQUESTED.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes note of what the program hears after so many steps. Returns whether this is the first time that it is to
+    /// stop.
+    pub fn answer(steps: u64, stop: bool) -> bool {
+        STEPS.store(steps, Ordering::Relaxed);
+        stop && !HEARD.swap(true, Ordering::Relaxed)
+    }
+
+    /// Whether the program has heard that the ranks have agreed to stop.
+    pub fn is_heard() -> bool {
+        HEARD.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of the step whose end the program waits for.
+    pub fn next_step() -> u64 {
+        STEPS.load(Ordering::Relaxed) + 1
+    }
+}
