@@ -3,6 +3,8 @@
 mod address;
 mod args;
 #[cfg(unix)]
+mod error;
+#[cfg(unix)]
 mod fate;
 #[cfg(unix)]
 mod layout;

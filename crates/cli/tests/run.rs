@@ -7,6 +7,8 @@ mod harness;
 mod output;
 #[path = "run/secret.rs"]
 mod secret;
+#[path = "run/stop.rs"]
+mod stop;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -39,6 +41,7 @@ fn gives_each_rank_its_environment() {
         assert_eq!(environment["MASTER_ADDR"], "127.0.0.1");
         assert_ne!(environment["MASTER_PORT"], "0");
         assert_eq!(environment["CUDA_DEVICE_MAX_CONNECTIONS"], "32");
+        assert_eq!(environment["BONFIRE_GRACE"], "10");
     }
 }
 
@@ -187,9 +190,10 @@ fn all_variables_that_the_sources_read_are_known() {
                 let name = format!("BONFIRE_{}", rest.split('"').next().unwrap());
                 let is_whole =
                     name.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_') && !name.ends_with('_');
-                // Secrets are checked before anything starts.
+                // Secrets are checked before anything starts, and so is the signal.
                 if is_whole && !name.contains("SECRET") {
-                    command.env(name, "1");
+                    let value = if name == "BONFIRE_STOP_SIGNAL" { "TERM" } else { "1" };
+                    command.env(name, value);
                 }
             }
         }
@@ -219,7 +223,8 @@ fn a_rank_that_succeeds_leaves_the_others_running() {
 
 #[test]
 fn forwards_signals() {
-    for (signal, status) in [(Signal::TERM, 128 + 15), (Signal::INT, 128 + 2), (Signal::HUP, 128 + 1)] {
+    // SIGTERM asks the ranks to stop, and all do so with success.
+    for (signal, status) in [(Signal::TERM, 0), (Signal::INT, 128 + 2), (Signal::HUP, 128 + 1)] {
         let script = "trap 'echo caught; exit 0' TERM INT HUP; echo ready; \
                       while :; do sleep 0.05; done";
         let mut run = Running::start(&["-n", "2"], script);

@@ -45,9 +45,10 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     pub rendezvous_timeout: Option<u32>,
 
-    /// Grace period: seconds that ranks have to end after a signal, before they are killed
-    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
-    pub grace: u32,
+    /// Grace period: seconds that ranks have to end after a signal, before they are killed; for training programs that
+    /// stop in order, to agree on it [default: BONFIRE_GRACE, else 10]
+    #[arg(long, value_name = "SECONDS")]
+    pub grace: Option<u32>,
 
     /// Number of ranks that may fail before the others are ended, for programs that continue without them
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -72,6 +73,7 @@ The environment of each rank has:
   MASTER_ADDR, MASTER_PORT                    the same, as two variables
   BONFIRE_HOST                                address at which this node's ranks listen
   BONFIRE_RENDEZVOUS_TIMEOUT                  seconds to find each other, with --rendezvous-timeout
+  BONFIRE_GRACE                               seconds of the grace period
   BONFIRE_SECRET_FILE or BONFIRE_SECRET       as you set it; otherwise, on a single node, a random
                                               BONFIRE_SECRET
   BONFIRE_LAUNCHER                            a socket on which it reports failures and long waits
@@ -103,6 +105,11 @@ Signals:
   SIGUSR1 and SIGUSR2 are forwarded and have no other effect. A signal that was ignored when the
   launcher started, such as SIGHUP under nohup, stays ignored.
 
+  A training program that asks whether it should stop (should_stop) does not end at once at SIGTERM,
+  or at USR1 or USR2 if BONFIRE_STOP_SIGNAL says so: all ranks hear of the signal after the same
+  training step, save and end. Once they have heard, they are waited for, however long that takes. A
+  second signal kills them.
+
 Failures:
   When a rank fails, the other ranks are ended: SIGTERM after a second, then SIGKILL after the grace
   period. The launcher waits for 5 seconds instead of one if ranks are about to end by themselves. At
@@ -124,9 +131,10 @@ Hangs:
   default), the launcher prints in which operation and for which ranks.
 
 Exit status:
-  0      every rank exited with status 0, apart from the failures that --tolerate permits
+  0      every rank exited with status 0, apart from the failures that --tolerate permits; also after
+         the signal that asks the ranks to stop
   S      the rank that failed first, of those that --tolerate does not permit, exited with status S
-  128+N  that rank was killed by signal N, or signal N to the launcher ended the run
+  128+N  that rank was killed by signal N, or signal N to the launcher ended the run otherwise
   1      the launcher failed
   2      bad arguments; nothing was started
   126    the command cannot be executed

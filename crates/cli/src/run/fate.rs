@@ -91,6 +91,16 @@ impl Fates {
         self.ranks[local as usize].failure.is_some()
     }
 
+    /// Whether every rank has ended with status 0, apart from tolerated failures.
+    pub fn all_succeeded(&self) -> bool {
+        self.ranks.iter().all(|fate| fate.end.is_some_and(|end| end.tolerated || !end.how.failed()))
+    }
+
+    /// Whether a rank has failed, apart from tolerated failures.
+    pub fn any_failed(&self) -> bool {
+        self.ranks.iter().any(|fate| fate.end.is_some_and(|end| !end.tolerated && end.how.failed()))
+    }
+
     /// Returns the rank that failed first, as far as is known, of those that have ended, and its exit status.
     pub fn first(&self) -> Option<(u32, u8)> {
         let (_, local, _) = self.suspects().filter(|(_, _, ended)| *ended).min()?;
@@ -375,6 +385,22 @@ mod tests {
         let out = End::OutOfMemory { limit: None };
         let fates = fates(&[Names(0), Ends(0, ONE), TellAll, Ends(1, TERM), Ends(2, out)]);
         assert_eq!(fates.first(), Some((2, 137)));
+    }
+
+    #[test]
+    fn tolerated_failures_are_no_failures() {
+        const ZERO: End = End::Exited(0);
+        let cases: [(&[Step], (bool, bool)); 5] = [
+            (&[], (false, false)),
+            (&[Ends(0, ZERO), Ends(1, ZERO)], (false, false)),
+            (&[Ends(0, ZERO), Ends(1, ZERO), Ends(2, ZERO)], (true, false)),
+            (&[Ends(0, ZERO), Tolerated(1, SEGV), Ends(2, ZERO)], (true, false)),
+            (&[Ends(0, ZERO), Ends(1, SEGV), Ends(2, ZERO)], (false, true)),
+        ];
+        for (i, (steps, expected)) in cases.into_iter().enumerate() {
+            let fates = fates(steps);
+            assert_eq!((fates.all_succeeded(), fates.any_failed()), expected, "case {i}");
+        }
     }
 
     #[test]

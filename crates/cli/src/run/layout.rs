@@ -4,13 +4,18 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::thread::available_parallelism;
+use std::time::Duration;
 
 use bonfire::Secret;
+use bonfire_core::internal::StopSettings;
 use zeroize::Zeroizing;
 
 use super::address::Master;
 use super::args::Args;
 use super::port::ReservedPort;
+
+/// The default grace period.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// The ranks of this node, from arguments that were checked to be consistent.
 pub struct Layout {
@@ -20,6 +25,10 @@ pub struct Layout {
     pub first_rank: u32,
     master: Master,
     host: IpAddr,
+    /// The signal that asks programs to stop in order.
+    pub stop_signal: i32,
+    /// How long ranks have to end after a signal, before they are killed.
+    pub grace: Duration,
     /// Seconds that the ranks have to find each other, if they were given on the command line.
     rendezvous_timeout: Option<u32>,
     /// The port of `master`, if the launcher chose it.
@@ -59,6 +68,8 @@ impl Layout {
         if nodes > 1 && master.port == 0 {
             return Err(LayoutError::NoPort { nodes });
         }
+        let stop = StopSettings::from_env()?;
+        let grace = args.grace.map(|seconds| Duration::from_secs(seconds.into())).or(stop.grace);
         let secret = secret(nodes, host.is_loopback() && master.is_loopback())?;
         // Checks early that the address belongs to this node.
         reserve(&host.to_string())?;
@@ -66,6 +77,8 @@ impl Layout {
         let port = reserved.as_ref().map_or(master.port, ReservedPort::number);
         Ok(Self {
             secret,
+            stop_signal: stop.signal.unwrap_or_default().as_raw(),
+            grace: grace.unwrap_or(GRACE),
             rendezvous_timeout: args.rendezvous_timeout,
             _reserved: reserved,
             local_world_size,
@@ -98,6 +111,9 @@ impl Layout {
         }
         let limit = self.rendezvous_timeout.map(|seconds| ("BONFIRE_RENDEZVOUS_TIMEOUT".into(), seconds.to_string()));
         environment.extend(limit);
+        // With none, the ranks are killed before they could use it.
+        let grace = Some(self.grace).filter(|grace| !grace.is_zero());
+        environment.extend(grace.map(|grace| ("BONFIRE_GRACE".into(), grace.as_secs_f64().to_string())));
         environment
     }
 }
@@ -135,7 +151,7 @@ pub enum LayoutError {
     #[error("cannot listen on {host}: {source}; give --host an address of this node")]
     Listen { host: String, source: io::Error },
     #[error(transparent)]
-    Secret(#[from] bonfire::Error),
+    Setting(#[from] bonfire::Error),
     #[error(
         "{nodes} nodes beyond loopback need a shared secret: put at least 32 random bytes into a file \
          (openssl rand -hex 32, chmod 600), copy it to every node, and set BONFIRE_SECRET_FILE to its \
@@ -197,6 +213,8 @@ mod tests {
             first_rank: 2,
             master,
             host,
+            stop_signal: 15,
+            grace: Duration::from_millis(2500),
             rendezvous_timeout: Some(600),
             _reserved: None,
             secret: None,
@@ -205,7 +223,7 @@ mod tests {
         let found = |name: &str| environment[name].as_str();
         assert_eq!([found("BONFIRE_ADDRESS"), found("BONFIRE_HOST")], ["[::1]:29400", "::1"]);
         assert_eq!([found("MASTER_ADDR"), found("MASTER_PORT")], ["::1", "29400"]);
-        assert_eq!(found("BONFIRE_RENDEZVOUS_TIMEOUT"), "600");
+        assert_eq!([found("BONFIRE_RENDEZVOUS_TIMEOUT"), found("BONFIRE_GRACE")], ["600", "2.5"]);
         assert_eq!([found("BONFIRE_RANK"), found("RANK"), found("LOCAL_RANK")], ["3", "3", "1"]);
     }
 }

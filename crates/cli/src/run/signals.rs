@@ -46,15 +46,15 @@ pub fn exit_status(number: i32) -> u8 {
     128 + number as u8
 }
 
-/// Whether `signal` asks the ranks to end.
-pub fn ends(signal: Signal) -> bool {
-    signal != Signal::USR1 && signal != Signal::USR2
+/// Whether `signal` asks the ranks to end, where `stop_signal` asks them to stop in order.
+pub fn ends(signal: Signal, stop_signal: i32) -> bool {
+    signal.as_raw() == stop_signal || (signal != Signal::USR1 && signal != Signal::USR2)
 }
 
 /// Waits for a signal that asks the ranks to end.
-pub async fn termination(signals: &mut UnboundedReceiver<Signal>) {
+pub async fn termination(signals: &mut UnboundedReceiver<Signal>, stop_signal: i32) {
     while let Some(signal) = signals.recv().await {
-        if ends(signal) {
+        if ends(signal, stop_signal) {
             return;
         }
     }

@@ -1,14 +1,12 @@
 //! Supervises the ranks of a node from start to end.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsString;
 use std::future::pending;
 use std::io;
 use std::panic::resume_unwind;
 use std::time::Duration;
 
 use bonfire_core::internal::{Event, Report};
-use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::runtime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,6 +16,7 @@ use tokio::task::{JoinError, JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::args::Args;
+use super::error::RunError;
 use super::fate::Fates;
 use super::layout::Layout;
 use super::memory::MemoryKills;
@@ -38,39 +37,10 @@ const MOMENT: Duration = Duration::from_secs(1);
 /// The same, while the rank that failed first may still be about to end: because all failures so far name another rank,
 /// or because its group has failed. A rank that panics leaves its group before it ends, which takes up to two seconds.
 const SETTLING: Duration = Duration::from_secs(5);
+/// Signals within this time are one request to stop: some systems signal a process twice.
+const SAME_REQUEST: Duration = Duration::from_secs(1);
 /// How long printing may take after a signal told the launcher to end and the ranks have ended.
 const PRINT_TIMEOUT: Duration = Duration::from_secs(2);
-
-#[derive(Debug, thiserror::Error)]
-pub enum RunError {
-    #[error("cannot set up the launcher: {0}")]
-    Runtime(io::Error),
-    #[error(
-        "command not found: {command:?} ({source}): check its spelling, PATH, and for a script the \
-         interpreter in its first line"
-    )]
-    NotFound { command: OsString, source: io::Error },
-    #[error(
-        "command cannot be executed: {command:?} ({source}): check its permissions, and for a script \
-         its first line"
-    )]
-    NotExecutable { command: OsString, source: io::Error },
-    #[error("cannot start rank {rank}: {source}; the ranks already started were killed")]
-    Start { rank: u32, source: io::Error },
-    #[error("cannot wait for a rank: {0}; all ranks were killed")]
-    Wait(io::Error),
-}
-
-impl RunError {
-    /// 126 and 127 are a shell's statuses for a command that it could not execute or find.
-    pub fn status(&self) -> u8 {
-        match self {
-            Self::NotFound { .. } => 127,
-            Self::NotExecutable { .. } => 126,
-            _ => 1,
-        }
-    }
-}
 
 /// Starts the ranks, waits for their end and returns the launcher's exit status.
 pub fn run(layout: &Layout, args: &Args) -> Result<u8, RunError> {
@@ -91,7 +61,9 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     let (end_sender, ends) = mpsc::unbounded_channel();
     let mut supervisor = Supervisor {
         first_rank: layout.first_rank,
-        grace: Duration::from_secs(args.grace.into()),
+        grace: layout.grace,
+        stop_signal: layout.stop_signal,
+        stopping: BTreeSet::new(),
         tolerated_failures: args.tolerate,
         succeeded: false,
         ranks: BTreeMap::new(),
@@ -109,7 +81,7 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     };
     for local in 0..layout.local_world_size {
         let (rank, handles) = Rank::start(&args.command, layout, &supervisor.reports, local)
-            .map_err(|source| start_error(source, args, layout.first_rank + local))?;
+            .map_err(|source| RunError::start(source, args, layout.first_rank + local))?;
         let number = layout.first_rank + local;
         log::debug!("rank {number} is process {}", handles.process.as_raw_pid());
         supervisor.ranks.insert(local, rank);
@@ -125,6 +97,10 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
 struct Supervisor {
     first_rank: u32,
     grace: Duration,
+    /// The signal that asks programs to stop in order.
+    stop_signal: i32,
+    /// Ranks whose programs have heard that all ranks stop.
+    stopping: BTreeSet<u32>,
     /// How many more failures are tolerated.
     tolerated_failures: u32,
     /// Whether any rank has exited with status 0.
@@ -149,6 +125,7 @@ struct Supervisor {
 
 /// The launcher is ending the run.
 struct Shutdown {
+    began: Instant,
     cause: Cause,
     phase: Phase,
 }
@@ -159,6 +136,8 @@ enum Phase {
     Settling { since: Instant },
     /// The ranks were told to end, and are killed at this time.
     Ending { until: Instant },
+    /// The ranks have agreed to stop: they save, and end by themselves, which may take any time.
+    Stopping,
     /// The ranks were killed. Their output is waited for until this time, if there is one.
     Killed { until: Option<Instant> },
 }
@@ -204,17 +183,20 @@ impl Supervisor {
 
     /// Prints what is still queued, then the report of a failure. Returns the launcher's exit status.
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
-        let (status, print_deadline, report) = match self.shutdown.map(|shutdown| shutdown.cause) {
+        let (status, print_deadline, report) = match self.shutdown.as_ref().map(|shutdown| &shutdown.cause) {
             None => (0, None, None),
             Some(Cause::Signal(signal)) => {
-                (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
+                let signal = signal.as_raw();
+                let in_order = signal == self.stop_signal && self.fates.all_succeeded();
+                let status = if in_order { 0 } else { signals::exit_status(signal) };
+                // Ranks that fail because they were told to end are no news; those that do while others save are.
+                let failed = self.fates.first().filter(|_| !self.stopping.is_empty());
+                (status, Some(Instant::now() + PRINT_TIMEOUT), failed.map(|(local, _)| self.report(local)))
             }
             Some(Cause::Failure) => {
                 // The failure that began the shutdown was that of a rank.
                 let Some((local, status)) = self.fates.first() else { return Ok(1) };
-                let (ends, (what, local)) =
-                    (self.fates.list(self.first_rank), self.fates.describe(local, self.first_rank));
-                (status, None, Some(PrinterMessage::Failure { ends, what, local }))
+                (status, None, Some(self.report(local)))
             }
         };
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);
@@ -232,28 +214,37 @@ impl Supervisor {
             printed = printing => printed.map(|()| status).map_err(RunError::Wait),
             // Blocked output must not block the launcher's exit.
             () = deadline_passed(print_deadline) => Ok(status),
-            () = signals::termination(signals) => Ok(status),
+            () = signals::termination(signals, self.stop_signal) => Ok(status),
         }
     }
 
+    /// Reports which rank failed first, and how all ended.
+    fn report(&self, local: u32) -> PrinterMessage {
+        let (what, local) = self.fates.describe(local, self.first_rank);
+        PrinterMessage::Failure { ends: self.fates.list(self.first_rank), what, local }
+    }
+
     fn on_signal(&mut self, signal: Signal) {
-        if !signals::ends(signal) {
+        if !signals::ends(signal, self.stop_signal) {
             return self.signal_running(signal);
         }
-        match self.shutdown.as_mut().map(|shutdown| &mut shutdown.phase) {
-            None => {
-                let name = signals::name(signal.as_raw());
-                self.note(format!("{name}: ending {}", self.list_running()));
-                self.end(Cause::Signal(signal), signal);
-            }
-            Some(Phase::Settling { .. }) => self.tell_to_end(signal),
+        // Ranks that stop already have said so.
+        self.receive_reports();
+        let name = signals::name(signal.as_raw());
+        let Some(Shutdown { began, phase, .. }) = &mut self.shutdown else {
+            self.note(format!("{name}: ending {}", self.list_running()));
+            return self.end(signal);
+        };
+        match phase {
+            Phase::Settling { .. } => self.tell_to_end(signal),
             // Only output is still waited for: stop that.
-            Some(Phase::Killed { until }) => *until = Some(Instant::now()),
-            Some(_) if signal == Signal::INT => {
-                self.note(format!("SIGINT again: killing {}", self.list_running()));
+            Phase::Killed { until } => *until = Some(Instant::now()),
+            Phase::Stopping if signal.as_raw() == self.stop_signal && began.elapsed() < SAME_REQUEST => {}
+            Phase::Ending { .. } if signal != Signal::INT => self.signal_running(signal),
+            Phase::Ending { .. } | Phase::Stopping => {
+                self.note(format!("{name} again: killing {}", self.list_running()));
                 self.kill();
             }
-            Some(_) => self.signal_running(signal),
         }
     }
 
@@ -272,7 +263,7 @@ impl Supervisor {
         let tolerated = counts && self.tolerated_failures > 0 && (self.succeeded || !self.running.is_empty());
         self.fates.ended(local, end, tolerated);
         if !counts {
-            return;
+            return self.on_uncounted_end(local, end);
         }
         if tolerated {
             self.tolerated_failures -= 1;
@@ -284,7 +275,33 @@ impl Supervisor {
         if !self.running.is_empty() {
             self.note(format!("rank {} {end}", self.first_rank + local));
         }
-        self.shutdown = Some(Shutdown { cause: Cause::Failure, phase: Phase::Settling { since: Instant::now() } });
+        let since = Instant::now();
+        self.shutdown = Some(Shutdown { began: since, cause: Cause::Failure, phase: Phase::Settling { since } });
+    }
+
+    /// Once a rank has failed, those that stop in order cannot save, and are waited for no longer than after a signal.
+    fn on_uncounted_end(&mut self, local: u32, end: End) {
+        if let Some(Shutdown { phase: phase @ Phase::Stopping, .. }) = &mut self.shutdown
+            && end.failed()
+        {
+            *phase = Phase::Ending { until: Instant::now() + self.grace };
+            self.note(format!("rank {} {end} before all had stopped", self.first_rank + local));
+        }
+    }
+
+    /// The program of a rank has heard that all ranks stop after so many steps.
+    fn on_stop(&mut self, local: u32, steps: u64) {
+        if self.stopping.is_empty() {
+            self.note(format!("the ranks stop after training step {steps}, and are waited for"));
+        }
+        self.stopping.insert(local);
+        if let Some(Shutdown { cause: Cause::Signal(signal), phase: phase @ Phase::Ending { .. }, .. }) =
+            &mut self.shutdown
+            && signal.as_raw() == self.stop_signal
+            && !self.fates.any_failed()
+        {
+            *phase = Phase::Stopping;
+        }
     }
 
     /// Waits for ended processes that the launcher has adopted.
@@ -303,6 +320,7 @@ impl Supervisor {
                     self.fates.failed(local, names_another, named, error);
                 }
                 Event::Connected => self.fates.connected(local),
+                Event::Stops { steps } => self.on_stop(local, steps),
                 Event::Waits { elapsed, what } => {
                     if what != self.last_wait {
                         self.note(format!("rank {} has waited {elapsed:.1?} {what}", self.first_rank + local));
@@ -321,17 +339,19 @@ impl Supervisor {
                 Some(since + if self.fates.first_is_known() && !failing { MOMENT } else { SETTLING })
             }
             Phase::Ending { until } => Some(until),
+            Phase::Stopping => None,
             Phase::Killed { until } => until,
         }
     }
 
-    /// Sends `signal` to the running ranks and starts the grace period. Only the first cause counts.
-    fn end(&mut self, cause: Cause, signal: Signal) {
-        if self.shutdown.is_some() {
-            return;
-        }
-        self.signal_running(signal);
-        self.shutdown = Some(Shutdown { cause, phase: Phase::Ending { until: Instant::now() + self.grace } });
+    /// Sends a signal to the running ranks and starts the grace period. Ranks that stop already are waited for instead.
+    fn end(&mut self, signal: Signal) {
+        let began = Instant::now();
+        let stops = signal.as_raw() == self.stop_signal && !self.stopping.is_disjoint(&self.running);
+        let phase = if stops { Phase::Stopping } else { Phase::Ending { until: began + self.grace } };
+        let asked = self.running_ranks().filter(|(local, _)| !(stops && self.stopping.contains(local)));
+        asked.for_each(|(_, rank)| rank.signal(signal));
+        self.shutdown = Some(Shutdown { began, cause: Cause::Signal(signal), phase });
     }
 
     /// Sends `signal` to the ranks that still run some time after a failure, and starts the grace period.
@@ -345,6 +365,7 @@ impl Supervisor {
     }
 
     fn kill(&mut self) {
+        self.fates.end_all();
         for rank in self.ranks.values() {
             rank.signal(Signal::KILL);
         }
@@ -360,11 +381,11 @@ impl Supervisor {
 
     /// Signals running ranks only. Processes that an ended rank left behind may still print its last lines.
     fn signal_running(&self, signal: Signal) {
-        for (local, rank) in &self.ranks {
-            if self.running.contains(local) {
-                rank.signal(signal);
-            }
-        }
+        self.running_ranks().for_each(|(_, rank)| rank.signal(signal));
+    }
+
+    fn running_ranks(&self) -> impl Iterator<Item = (&u32, &Rank)> {
+        self.ranks.iter().filter(|(local, _)| self.running.contains(local))
     }
 
     /// Prints `text` without waiting, as the queue may be full.
@@ -425,16 +446,5 @@ async fn deadline_passed(instant: Option<Instant>) {
     match instant {
         Some(instant) => sleep_until(instant).await,
         None => pending().await,
-    }
-}
-
-fn start_error(source: io::Error, args: &Args, rank: u32) -> RunError {
-    let command = args.command[0].clone();
-    let no_program = source.raw_os_error() == Some(Errno::NOEXEC.raw_os_error());
-    match source.kind() {
-        io::ErrorKind::NotFound => RunError::NotFound { command, source },
-        io::ErrorKind::PermissionDenied => RunError::NotExecutable { command, source },
-        _ if no_program => RunError::NotExecutable { command, source },
-        _ => RunError::Start { rank, source },
     }
 }
