@@ -5,6 +5,7 @@ pub mod checkpoint_versions;
 pub mod checkpoints;
 mod compression;
 mod data_parallel;
+mod elsewhere;
 pub mod fully_sharded;
 mod mesh;
 mod mismatch;

@@ -17,6 +17,7 @@ mod handle;
 mod hosts;
 #[cfg(unix)]
 mod interrupt;
+mod journal;
 mod operations;
 mod progress;
 pub(crate) mod record;
@@ -33,8 +34,9 @@ pub use self::buffer::{Buffer, zeroed};
 pub use self::builder::{Builder, DEADLINE};
 pub use self::bytes::ByteOperations;
 pub use self::handle::{Attachment, Group};
+pub use self::journal::{Entered, Waiting, call_site, go_on};
 pub use self::operations::Batch;
 pub use self::progress::Work;
-pub use self::record::{Message, Record, State};
+pub use self::record::{CallSite, Message, Record, State};
 pub use self::request::Request;
 pub use self::trace::Trace;

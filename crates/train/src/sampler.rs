@@ -4,6 +4,7 @@ use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
 use crate::agree::all_gather_values;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group, partition};
 
 /// A sampler that distributes the samples of a data set over the ranks, in shuffled batches.
@@ -101,6 +102,7 @@ impl ShardedSampler {
     /// group remains usable. Otherwise those of [`Group::all_gather`].
     #[track_caller]
     pub fn epoch(&self, epoch: usize) -> Result<Epoch, Error> {
+        let _call = self.group.enter("ShardedSampler::epoch");
         let own = [self.len as u64, self.batch as u64, self.seed, self.tail as u64, epoch as u64];
         let all = if self.group.world_size() > 1 { all_gather_values(&self.group, own)? } else { Vec::new() };
         if let Some(rank) = all.iter().position(|other| *other != all[0]) {

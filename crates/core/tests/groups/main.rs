@@ -10,3 +10,4 @@ mod mismatch;
 mod rendezvous;
 mod started;
 mod subgroups;
+mod whereabouts;
