@@ -35,7 +35,7 @@ impl Calls {
                 let made = self.made.iter().enumerate().filter(|(_, made)| **made > before);
                 let mut calls: Vec<_> = made.map(|(device, _)| (device, other)).chain([(device, call)]).collect();
                 calls.sort_by_key(|(device, _)| *device);
-                return Err(Error::Mismatch { sequence: before, calls });
+                return Err(Error::Mismatch { sequence: before, calls, note: String::new() });
             }
             Some(_) => {}
             None => self.calls.push_back(call),
@@ -91,7 +91,7 @@ impl<'a> Wait<'a> {
             let elapsed = self.deadline.elapsed();
             return Err(match missing[..] {
                 [] => Error::broken(site.to_string(), format!("{late} within {elapsed:.1?}")),
-                _ => Error::Timeout { site, rank: self.device, missing, elapsed },
+                _ => Error::Timeout { site, rank: self.device, missing, elapsed, whereabouts: Box::default() },
             });
         }
         self.slow_wait.warn(self.device, || match missing[..] {

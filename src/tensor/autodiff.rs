@@ -61,6 +61,7 @@ use self::hook::{Tracked, check_backend, with_tracked};
 use self::linear::Linear;
 pub use super::attempt::attempt;
 use super::operation::carry;
+use bonfire_core::internal::{CallSite, call_site, go_on};
 use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_tensor::{Axis, PairSizes, Sizes, split_sizes};
 use bonfire_train::step::layers::{Weight, begin_collective, fail};
@@ -249,6 +250,8 @@ fn linear<B: AutodiffBackend, const D: usize>(
 ) -> Result<Tensor<B, D>, Error> {
     check_backend::<B>(OPERATION)?;
     begin_collective();
+    // A closure's caller is not the program.
+    let _call = go_on(call_site());
     let tensor = tensor.into_primitive().tensor();
     let result = with_tracked::<B, _>(tensor, |tensor| linear::tracked(tensor, group, linear))?;
     Ok(Tensor::from_primitive(TensorPrimitive::Float(result)))
@@ -269,6 +272,7 @@ pub(crate) fn weighted_sum<B: AutodiffBackend>(
 ) -> Result<FloatTensor<B>, Error> {
     check_backend::<B>(OPERATION)?;
     begin_collective();
+    let _call = go_on(call_site());
     with_tracked::<B, _>(tensor, |tensor| tracked_sum(tensor, group, weight))
 }
 
@@ -277,11 +281,12 @@ pub(crate) fn weighted_sum<B: AutodiffBackend>(
 struct SumOverRanks;
 
 impl<B: Backend> Backward<B, 1> for SumOverRanks {
-    type State = (Group, Weight);
+    type State = (Group, Weight, CallSite);
 
     fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         unary::<B, _>(ops.parents, ops.node, gradients, |gradient| {
             let (group, weight) = (ops.state.0, ops.state.1.get());
+            let _call = go_on(ops.state.2);
             let scaled = |gradient, factor: f64| match factor {
                 1.0 => gradient,
                 _ => B::float_mul_scalar(gradient, factor.into()),
@@ -304,7 +309,7 @@ fn tracked_sum<I: Backend>(tensor: Tracked<I>, group: &Group, weight: &Weight) -
     let result = sum::<I>(tensor.primitive, group)?;
     // Declared compute bound, so that no checkpointing strategy repeats the communication.
     Ok(match SumOverRanks.prepare::<NoCheckpointing>([tensor.node]).compute_bound().stateful() {
-        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight.clone()), result),
+        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight.clone(), call_site()), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })
 }

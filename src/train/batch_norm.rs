@@ -15,6 +15,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
 use crate::tensor::autodiff::weighted_sum;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
 
@@ -148,7 +149,9 @@ impl<B: Backend> SyncBatchNorm<B> {
     ///   statistics are unchanged.
     /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`] or for another backend.
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
+    #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
+        let _call = self.fixed.sync.as_ref().map(|sync| sync.group.enter("SyncBatchNorm::forward"));
         let [features] = self.gamma.lazy_shape().dims();
         assert!(
             D >= 2 && input.dims()[1] == features,

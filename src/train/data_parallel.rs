@@ -12,10 +12,9 @@ use super::adapter::{BurnTensors, opened};
 use super::model::{Parameters, broadcast_parameters, check_untied, rebuild};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
-use super::states;
 use crate::tensor::autodiff::hook::check_backend;
 use crate::tensor::device::uses_collective_devices;
-use bonfire_core::internal::process_number;
+use bonfire_core::internal::{AgreedOperations, process_number};
 use bonfire_core::{Error, Group};
 use bonfire_train::DeviceMesh;
 use bonfire_train::agree::{all_gather_values, all_or_none};
@@ -92,7 +91,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     #[track_caller]
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         check_backend::<B>(OPERATION)?;
-        let group = mesh.into().replicas(OPERATION)?;
+        let mesh = mesh.into();
+        let _call = mesh.whole().enter("DataParallel::new");
+        let group = mesh.replicas(OPERATION)?;
         let (model, identities) = rebuild(model);
         let (described, parameters) = Parameters::of(&model);
         check_same_model(&group, OPERATION, &described)?;
@@ -152,6 +153,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         batches: impl IntoIterator<Item = T>,
         mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
     ) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
     }
 
@@ -168,6 +170,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         batches: impl IntoIterator<Item = T>,
         loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
     ) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::try_run");
         Ok(self.gradients(self.replicas.run(model, batches, loss)?))
     }
 
@@ -178,6 +181,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// [`Error::InvalidArgument`] while the last pass of a step is open.
     #[track_caller]
     pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+        let _call = self.group().enter("DataParallel::pass");
         self.pass_of(model, weight as f64)
     }
 
@@ -219,6 +223,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         model: &M,
         weight: usize,
     ) -> Result<LastPass<B, M, GradientsParams>, Error> {
+        let _call = self.group().enter("DataParallel::last_pass");
         self.last_pass_of(model, weight as f64)
     }
 
@@ -240,6 +245,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn skip<M: AutodiffModule<B>>(&self, model: &M) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::skip");
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
 
@@ -278,6 +284,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn join<M: AutodiffModule<B>>(&self, model: &M) -> Result<Option<GradientsParams>, Error> {
+        let _call = self.group().enter("DataParallel::join");
         Ok(match self.replicas.skip(model)? {
             Outcome::NoSamples => None,
             Outcome::Gradients(means) => Some(self.gradients(means)),
@@ -321,6 +328,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         gradients: GradientsParams,
         weight: usize,
     ) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::sync");
         let outcome = self.replicas.sync("sync", model, gradients, weight)?;
         Ok(self.gradients(means(outcome)?))
     }
@@ -346,7 +354,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry, or if there is a
     /// [`ShardedOptimizer`](crate::ShardedOptimizer) for it, which does not compress.
+    #[track_caller]
     pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::set_compression");
         if self.replicas.steps.has_others() {
             let reason = "a `ShardedOptimizer` trains the model, and its gradients do not travel compressed; drop it, \
                           or leave compression out";
@@ -366,7 +376,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Errors
     /// That of the group, if it has failed.
+    #[track_caller]
     pub fn unset_compression(&mut self) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::unset_compression");
         self.replicas.steps.unset_compression()
     }
 
@@ -393,28 +405,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        let _call = self.group().enter("DataParallel::mean");
         self.replicas.unused.end();
         let steps = &self.replicas.steps;
         steps.counted(steps.groups().mean(values, samples), false)
-    }
-
-    /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
-    /// depend on a rank's own samples only. Call it on all ranks before validating or saving.
-    ///
-    /// States are the float parameters that need no gradient. Each becomes the mean over the ranks, without weights.
-    /// One that is bit-identical on all ranks, such as a frozen weight, is not changed. The trained parameters must be
-    /// bit-identical. [`SyncBatchNorm`] needs no such call: its statistics are the same on all ranks.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if trained parameters differ: it names the first one and the ranks.
-    /// Otherwise the errors of [`Group::all_reduce`], and [`Error::Io`] if a state cannot be read from its device. The
-    /// model is lost then: pass a clone if you need it.
-    ///
-    /// [`SyncBatchNorm`]: crate::SyncBatchNorm
-    #[track_caller]
-    pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
-        self.compare_parameters("average_states", &model)?;
-        states::average(self.group(), model, |_| true)
     }
 
     /// Returns the mean gradients of a step.

@@ -158,6 +158,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         check_backend::<B>(OPERATION)?;
         let mesh = mesh.into();
+        let _call = mesh.whole().enter("FullyShardedParallel::new");
         mesh.whole().check_concurrent(OPERATION)?;
         let groups = Groups::sharded(&mesh, OPERATION)?;
         let (model, identities) = rebuild(model);
@@ -212,6 +213,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         batches: impl IntoIterator<Item = T>,
         mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
     ) -> Result<Parts<B>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
     }
 
@@ -227,6 +229,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         batches: impl IntoIterator<Item = T>,
         loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
     ) -> Result<Parts<B>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::try_run");
         Ok(Parts::new(Form::run(self, model, batches, loss)?, self.of.clone()))
     }
 
@@ -237,6 +240,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// [`Error::InvalidArgument`] while another pass is open. Those of the step before, if that has failed.
     #[track_caller]
     pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::pass");
         self.begin(model, false)?.weigh(weight as f64).map(Pass)
     }
 
@@ -246,6 +250,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// See [`pass`](Self::pass). Errors of the step come from [`finish`](LastPass::finish).
     #[track_caller]
     pub fn last_pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<LastPass<B, M, Parts<B>>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::last_pass");
         let of = self.of.clone();
         let open = self.begin(model, true)?.weigh(weight as f64)?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
@@ -258,6 +263,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn skip<M: AutodiffModule<B>>(&self, model: &M) -> Result<Parts<B>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::skip");
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
 
@@ -268,6 +274,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn join<M: AutodiffModule<B>>(&self, model: &M) -> Result<Option<Parts<B>>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::join");
         Ok(match Form::skip(self, model)? {
             Outcome::NoSamples => None,
             Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
@@ -283,6 +290,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: AutodiffModule<B>>(&self, model: &M) -> Result<M, Error> {
+        let _call = self.group().enter("FullyShardedParallel::gather");
         let own = self.in_model(model);
         let parts = all_or_none(self.group(), self.own_parts("gather", &own))?;
         if self.of.groups.replicas.world_size() > 1 {
@@ -305,6 +313,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        let _call = self.group().enter("FullyShardedParallel::mean");
         self.steps.groups().mean(values, samples)
     }
 
@@ -316,6 +325,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// then: pass a clone if you need it.
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
+        let _call = self.group().enter("FullyShardedParallel::average_states");
         states::average(self.group(), model, |id| self.parameters.position(id).is_none())
     }
 

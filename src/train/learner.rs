@@ -16,7 +16,7 @@
 mod rank;
 mod resume;
 
-use std::panic::resume_unwind;
+use std::panic::{Location, resume_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -28,7 +28,7 @@ use burn_train::{
 };
 
 use self::rank::{Leader, Rank, Settings};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{AgreedOperations, CallSite, lock};
 use bonfire_core::{Error, Group};
 use bonfire_train::loader::for_rank;
 
@@ -99,6 +99,8 @@ use bonfire_train::loader::for_rank;
 pub struct DataParallelStrategy<B: Backend> {
     /// Empty during a training and after a failed one: the handles of the threads must be the last ones.
     ranks: Mutex<Vec<(B::Device, Group)>>,
+    /// Where the program has made the strategy: burn calls it.
+    at: CallSite,
     failure: Mutex<Option<Error>>,
 }
 
@@ -110,6 +112,7 @@ impl<B: Backend> DataParallelStrategy<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no device, a device or a rank occurs twice, or world sizes differ.
+    #[track_caller]
     pub fn new(ranks: Vec<(B::Device, Group)>) -> Result<Self, Error> {
         let wrong = |reason: String| Err(Error::argument("data parallel strategy", reason));
         let Some((_, first)) = ranks.first() else { return wrong("give at least one device".into()) };
@@ -126,7 +129,7 @@ impl<B: Backend> DataParallelStrategy<B> {
                 return wrong(format!("rank {} is there twice; give each device a rank of its own", group.rank()));
             }
         }
-        Ok(DataParallelStrategy { ranks: Mutex::new(ranks), failure: Mutex::new(None) })
+        Ok(DataParallelStrategy { ranks: Mutex::new(ranks), at: Location::caller(), failure: Mutex::new(None) })
     }
 
     /// Makes a strategy for processes that `bonfire run` or a similar launcher started. Reads the environment as
@@ -136,6 +139,7 @@ impl<B: Backend> DataParallelStrategy<B> {
     /// # Errors
     /// The errors of [`Builder::connect_ranks`](crate::Builder::connect_ranks) and [`new`](Self::new).
     #[cfg(unix)]
+    #[track_caller]
     pub fn from_env(devices: Vec<B::Device>) -> Result<Self, Error> {
         let groups = crate::Builder::from_env()?.connect_ranks(devices.len())?;
         Self::new(devices.into_iter().zip(groups).collect())
@@ -238,6 +242,7 @@ where
         let outcomes: Vec<_> = thread::scope(|scope| {
             let threads = threads.into_iter().map(|(device, group, rank)| {
                 scope.spawn(move || {
+                    let _call = group.enter_at("DataParallelStrategy", strategy.at);
                     // `group` lives until the failure is recorded, so failures that follow from it are recorded later.
                     let trained = rank.run(&device);
                     if let Err(error) = &trained {

@@ -11,7 +11,7 @@ use burn::tensor::ops::FloatTensor;
 
 use super::adapter::handle;
 use super::model::{InModel, Parameters};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_core::{Error, Group};
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::step::layers::{Layers, Weight, attempt};
@@ -52,6 +52,7 @@ impl<B: AutodiffBackend, M> Pass<B, M> {
     /// [`LastPass::finish`].
     #[track_caller]
     pub fn finish(self, gradients: &mut B::Gradients) -> Result<(), Error> {
+        let _call = self.0.engine.group().enter("Pass::finish");
         self.0.finish(gradients).map(drop)
     }
 
@@ -62,6 +63,7 @@ impl<B: AutodiffBackend, M> Pass<B, M> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn finish_trained(self, gradients: GradientsParams) -> Result<(), Error> {
+        let _call = self.0.engine.group().enter("Pass::finish_trained");
         self.0.finish_trained(gradients).map(drop)
     }
 }
@@ -101,6 +103,7 @@ impl<B: AutodiffBackend, M, G> LastPass<B, M, G> {
     /// [`shrink`](super::DataParallel::shrink) or from a checkpoint.
     #[track_caller]
     pub fn finish(self, gradients: &mut B::Gradients) -> Result<G, Error> {
+        let _call = self.open.engine.group().enter("LastPass::finish");
         let outcome = self.open.finish(gradients)?;
         Ok((self.result)(means(outcome)?))
     }
@@ -112,6 +115,7 @@ impl<B: AutodiffBackend, M, G> LastPass<B, M, G> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn finish_trained(self, gradients: GradientsParams) -> Result<G, Error> {
+        let _call = self.open.engine.group().enter("LastPass::finish_trained");
         let outcome = self.open.finish_trained(gradients)?;
         Ok((self.result)(means(outcome)?))
     }
@@ -124,6 +128,7 @@ impl<B: AutodiffBackend, M, G> LastPass<B, M, G> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn skip(self) -> Result<G, Error> {
+        let _call = self.open.engine.group().enter("LastPass::skip");
         let outcome = self.open.end(Vec::new(), None)?;
         Ok((self.result)(means(outcome)?))
     }

@@ -8,6 +8,7 @@ use super::data_parallel::DataParallel;
 use super::model::{Parameters, broadcast_parameters, rebuild};
 use super::record::recordable;
 use super::training_state::{AnyState, Rest};
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_or_none, broadcast_value, furthest};
 use bonfire_train::shards::Cut;
@@ -55,6 +56,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         state: &mut T,
         read: impl FnOnce() -> std::io::Result<Vec<u8>>,
     ) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::resume");
         let own = if self.group().rank() == 0 {
             let bytes = read().map_err(|e| Error::io("reading a saved training", e));
             bytes.and_then(|bytes| state.state_mut().load(&bytes))
@@ -121,7 +123,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Panics
     /// If a state cannot be read from its device.
+    #[track_caller]
     pub fn shrink<T: AnyState<Backend = B>>(&mut self, state: &mut T) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::shrink");
         // A step that fails may have completed on some ranks, which are one step ahead then and fail in the next one.
         // Batches do not depend on the world size, so the remaining ranks end where all would have ended, up to
         // rounding. All take over the state of one, also those that are not behind: only a comparison of everything

@@ -3,6 +3,7 @@
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
 /// Creates a model whose random weights depend on `seed` only: the same on every rank, for any number of ranks, whether
@@ -40,6 +41,7 @@ pub fn seeded<B: Backend, M: Module<B>>(
     device: &B::Device,
     init: impl FnOnce() -> M,
 ) -> Result<M, Error> {
+    let _call = group.enter("seeded");
     let draw = || {
         let model = init();
         // burn initialises weights lazily, when they are first used. Counting the parameters is such a use.

@@ -28,6 +28,7 @@ use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use super::walk::map_floats;
 use bonfire_core::Error;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::shards::Cut;
 use bonfire_train::step::{Groups, Outcome, Steps};
@@ -115,6 +116,7 @@ where
     /// [`Group::split`](crate::Group::split).
     #[track_caller]
     pub fn new(ddp: &DataParallel<B>, optimizer: OptimizerAdaptor<O, M, B>, sharding: Sharding) -> Result<Self, Error> {
+        let _call = ddp.group().enter("ShardedOptimizer::new");
         // Before the ranks make subgroups.
         check_optimizer(ddp, &optimizer)?;
         Self::on_mesh(ddp, optimizer, &sharding.mesh(OPERATION, ddp.group())?)
@@ -148,6 +150,7 @@ where
         optimizer: OptimizerAdaptor<O, M, B>,
         mesh: &DeviceMesh,
     ) -> Result<Self, Error> {
+        let _call = ddp.group().enter("ShardedOptimizer::on_mesh");
         check_optimizer(ddp, &optimizer)?;
         let Replicas { steps, parameters, unused, .. } = &ddp.replicas;
         unused.end();
@@ -179,6 +182,7 @@ where
         batches: impl IntoIterator<Item = T>,
         mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
     ) -> Result<Parts<B>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
     }
 
@@ -193,6 +197,7 @@ where
         batches: impl IntoIterator<Item = T>,
         loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
     ) -> Result<Parts<B>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::try_run");
         Ok(Parts::new(self.replicas.run(model, batches, loss)?, self.of.clone()))
     }
 
@@ -202,6 +207,7 @@ where
     /// See [`DataParallel::pass`].
     #[track_caller]
     pub fn pass(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::pass");
         self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
     }
 
@@ -211,6 +217,7 @@ where
     /// See [`DataParallel::last_pass`].
     #[track_caller]
     pub fn last_pass(&self, model: &M, weight: usize) -> Result<LastPass<B, M, Parts<B>>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::last_pass");
         let of = self.of.clone();
         let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
@@ -222,6 +229,7 @@ where
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn skip(&self, model: &M) -> Result<Parts<B>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::skip");
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
 
@@ -231,6 +239,7 @@ where
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn join(&self, model: &M) -> Result<Option<Parts<B>>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::join");
         Ok(match self.replicas.skip(model)? {
             Outcome::NoSamples => None,
             Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
@@ -243,6 +252,7 @@ where
     /// See [`DataParallel::sync`].
     #[track_caller]
     pub fn sync(&self, model: &M, gradients: GradientsParams, weight: usize) -> Result<Parts<B>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::sync");
         let outcome = self.replicas.sync("sync", model, gradients, weight)?;
         Ok(Parts::new(means(outcome)?, self.of.clone()))
     }
@@ -259,6 +269,7 @@ where
     /// make another step: continue from a checkpoint. After an error the model is unchanged.
     #[track_caller]
     pub fn step(&mut self, lr: LearningRate, model: &mut M, parts: Parts<B>) -> Result<(), Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::step");
         let steps = &self.replicas.steps;
         let is_own = Arc::ptr_eq(&parts.of.layout, steps.layout()) || self.is_of_same_sharding(&parts);
         let values = self.replicas.in_model(model).values;

@@ -13,6 +13,7 @@ use rmpv::encode::write_value_ref;
 use super::data_parallel::DataParallel;
 use super::model::Parameter;
 use super::record::Records;
+use super::states;
 use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_train::parameters::{Digested, NOTHING, compare, digest};
@@ -54,12 +55,34 @@ impl<B: AutodiffBackend> DataParallel<B> {
         M: AutodiffModule<B>,
         O: Optimizer<M, B>,
     {
+        let _call = self.group().enter("DataParallel::verify");
         let (parameters, steps) = (&self.replicas.parameters, &self.replicas.steps);
         let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.group().abandon(error))?;
+        steps.check_saves("verify")?;
         self.compare_parameters("verify", model)?;
         let names = parameters.iter().map(|parameter| format!("the optimizer's state for `{}`", parameter.path));
         let names = names.chain(["the optimizer's state".into()]);
         compare(self.group(), "verify", Digested::named(0, names, &states), steps.count())
+    }
+
+    /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
+    /// depend on a rank's own samples only. Call it on all ranks before validating or saving.
+    ///
+    /// States are the float parameters that need no gradient. Each becomes the mean over the ranks, without weights.
+    /// One that is bit-identical on all ranks, such as a frozen weight, is not changed. The trained parameters must be
+    /// bit-identical. [`SyncBatchNorm`] needs no such call: its statistics are the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if trained parameters differ: it names the first one and the ranks.
+    /// Otherwise the errors of [`Group::all_reduce`], and [`Error::Io`] if a state cannot be read from its device. The
+    /// model is lost then: pass a clone if you need it.
+    ///
+    /// [`SyncBatchNorm`]: crate::SyncBatchNorm
+    #[track_caller]
+    pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
+        let _call = self.group().enter("DataParallel::average_states");
+        self.compare_parameters("average_states", &model)?;
+        states::average(self.group(), model, |_| true)
     }
 
     /// Checks that the model has the parameters of the start, and that they are bit-identical on all ranks if they are

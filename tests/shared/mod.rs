@@ -7,6 +7,7 @@ mod compression;
 #[cfg(feature = "dataset")]
 mod data_loader;
 mod data_parallel;
+mod elsewhere;
 pub mod fully_sharded;
 mod mesh;
 mod mismatch;

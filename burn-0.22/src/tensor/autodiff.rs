@@ -43,6 +43,7 @@ use burn::tensor::Tensor;
 
 use super::hook::with_step;
 use super::operation;
+use bonfire_core::internal::{call_site, go_on};
 use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_tensor::{Axis, Linear, PairSizes, Sizes, split_sizes};
 pub use bonfire_train::step::layers::attempt;
@@ -274,12 +275,15 @@ fn check_autodiff<const D: usize>(tensor: &Tensor<D>) -> Result<(), Error> {
 }
 
 /// Returns `value` in the place of `tensor`, which gets the gradient that `backward` makes of the value's.
+#[track_caller]
 fn with_backward<const D: usize>(
     tensor: Tensor<D>,
     value: Tensor<D>,
     backward: impl Fn(Tensor<D>) -> Result<Tensor<D>, Error> + Send + Sync + 'static,
 ) -> Tensor<D> {
+    let at = call_site();
     let step = move |gradient| {
+        let _call = go_on(at);
         let made = backward(Tensor::from_dispatch(gradient)).unwrap_or_else(|error| fail(error));
         made.into_dispatch()
     };

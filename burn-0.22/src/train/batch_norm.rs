@@ -10,6 +10,7 @@ use burn::module::{
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::tensor::autodiff::weighted_sum;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
 
@@ -109,7 +110,9 @@ impl SyncBatchNorm {
     ///   statistics are unchanged.
     /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`].
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
+    #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let _call = self.over.group.as_ref().map(|group| group.enter("SyncBatchNorm::forward"));
         let [features] = self.gamma.lazy_shape().dims();
         assert!(
             D >= 2 && input.dims()[1] == features,

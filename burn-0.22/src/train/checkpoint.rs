@@ -172,7 +172,9 @@ impl Checkpoints {
     /// batches were trained, because another one trains the model.
     /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
     /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    #[track_caller]
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
+        let _call = self.0.enter("Checkpoints::save");
         self.wait()?;
         let score = what.score();
         self.0.save(what.snapshot(), score)
@@ -190,7 +192,9 @@ impl Checkpoints {
     /// # Errors
     /// Those of the save before it, and then this one is not started; [`Error::Config`] with the transport
     /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
+    #[track_caller]
     pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
+        let _call = self.0.enter("Checkpoints::save_in_background");
         self.wait()?;
         let score = what.score();
         self.0.save_in_background(what.snapshot(), score)
@@ -200,7 +204,9 @@ impl Checkpoints {
     ///
     /// # Errors
     /// Those of [`save`](Self::save).
+    #[track_caller]
     pub fn wait(&mut self) -> Result<(), Error> {
+        let _call = self.0.enter("Checkpoints::wait");
         self.0.wait()
     }
 
@@ -209,7 +215,9 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks [`Error::Io`] if rank 0 cannot read the folder. One that does not exist has no sets. Otherwise the
     /// errors of [`Group::all_gather`]. The error of a save in the background.
+    #[track_caller]
     pub fn sets(&mut self) -> Result<Vec<SavedSet>, Error> {
+        let _call = self.0.enter("Checkpoints::sets");
         self.0.sets()
     }
 
@@ -228,7 +236,9 @@ impl Checkpoints {
     /// not load the state that the optimizer will have, so that no later set could be saved: parameters of 16 bits with
     /// Adam, for example. [`read_only`](Self::read_only) leaves that out. Otherwise the errors of
     /// [`Group::all_gather`]; some ranks may have loaded then. The error of a save in the background.
+    #[track_caller]
     pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
+        let _call = self.0.enter("Checkpoints::load");
         self.load_set(Which::Newest, into)
     }
 
@@ -241,7 +251,9 @@ impl Checkpoints {
     /// # Errors
     /// Those of [`load`](Self::load); [`Error::InvalidArgument`] on all ranks if there is no set of this number: it
     /// lists those that there are.
+    #[track_caller]
     pub fn load_set<L: Load>(&mut self, which: impl Into<Which>, into: L) -> Result<bool, Error> {
+        let _call = self.0.enter("Checkpoints::load_set");
         self.wait()?;
         self.0.check_savable(|| into.check_savable())?;
         let Some(loaded) = self.0.load(which.into(), |set| into.read(set))? else { return Ok(false) };

@@ -11,6 +11,7 @@ use super::adapter::BurnTensors;
 use super::model::{Parameters, broadcast_parameters, check_autodiff, check_untied};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::DeviceMesh;
 use bonfire_train::agree::{all_or_none, ranks_are_processes};
@@ -82,7 +83,9 @@ impl DataParallel {
     /// Otherwise [`Error::Io`] if a parameter cannot be read from its device, or the errors of [`Group::all_reduce`].
     #[track_caller]
     pub fn new<M: Module>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
-        let group = mesh.into().replicas(OPERATION)?;
+        let mesh = mesh.into();
+        let _call = mesh.whole().enter("DataParallel::new");
+        let group = mesh.replicas(OPERATION)?;
         check_same_model(&group, OPERATION, &Parameters::of(&model).0)?;
         let checked = check_autodiff(OPERATION, &model).and_then(|()| check_untied(OPERATION, &model));
         all_or_none(&group, checked)?;
@@ -138,6 +141,7 @@ impl DataParallel {
         batches: impl IntoIterator<Item = T>,
         mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
     ) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
     }
 
@@ -154,6 +158,7 @@ impl DataParallel {
         batches: impl IntoIterator<Item = T>,
         loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
     ) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::try_run");
         Ok(self.replicas.parameters.means(self.replicas.run(model, batches, loss)?))
     }
 
@@ -164,6 +169,7 @@ impl DataParallel {
     /// [`Error::InvalidArgument`] while the last pass of a step is open.
     #[track_caller]
     pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+        let _call = self.group().enter("DataParallel::pass");
         self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
     }
 
@@ -195,6 +201,7 @@ impl DataParallel {
     /// a time, with which [`sync`](Self::sync) works. Errors of the exchange come from [`finish`](LastPass::finish).
     #[track_caller]
     pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M>, Error> {
+        let _call = self.group().enter("DataParallel::last_pass");
         let parameters = self.replicas.parameters.clone();
         let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
         Ok(LastPass { open, result: Box::new(move |means| parameters.means(means)) })
@@ -207,6 +214,7 @@ impl DataParallel {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn skip<M: Module>(&self, model: &M) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::skip");
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
 
@@ -243,6 +251,7 @@ impl DataParallel {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn join<M: Module>(&self, model: &M) -> Result<Option<GradientsParams>, Error> {
+        let _call = self.group().enter("DataParallel::join");
         Ok(match self.replicas.skip(model)? {
             Outcome::NoSamples => None,
             Outcome::Gradients(means) => Some(self.replicas.parameters.means(means)),
@@ -279,6 +288,7 @@ impl DataParallel {
         gradients: GradientsParams,
         weight: usize,
     ) -> Result<GradientsParams, Error> {
+        let _call = self.group().enter("DataParallel::sync");
         let outcome = self.replicas.sync("sync", model, gradients, weight)?;
         Ok(self.replicas.parameters.means(means(Some(outcome))?))
     }
@@ -293,7 +303,9 @@ impl DataParallel {
     /// # Errors
     /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry, or if there is a
     /// [`ShardedOptimizer`](crate::ShardedOptimizer) for it, which does not compress.
+    #[track_caller]
     pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::set_compression");
         if self.replicas.steps.has_others() {
             let reason = "a `ShardedOptimizer` trains the model, and its gradients do not travel compressed; drop it, \
                           or leave compression out";
@@ -313,7 +325,9 @@ impl DataParallel {
     ///
     /// # Errors
     /// That of the group, if it has failed.
+    #[track_caller]
     pub fn unset_compression(&mut self) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::unset_compression");
         self.replicas.steps.unset_compression()
     }
 
@@ -331,6 +345,7 @@ impl DataParallel {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        let _call = self.group().enter("DataParallel::mean");
         self.replicas.unused.end();
         let steps = &self.replicas.steps;
         steps.counted(steps.groups().mean(values, samples), false)

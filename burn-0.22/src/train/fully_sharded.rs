@@ -150,6 +150,7 @@ impl FullyShardedParallel {
     #[track_caller]
     pub fn new<M: Module>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         let mesh = mesh.into();
+        let _call = mesh.whole().enter("FullyShardedParallel::new");
         mesh.whole().check_concurrent(OPERATION)?;
         let groups = Groups::sharded(&mesh, OPERATION)?;
         check_same_model(&groups.main, OPERATION, &Parameters::in_blocks(&model).0)?;
@@ -204,6 +205,7 @@ impl FullyShardedParallel {
         batches: impl IntoIterator<Item = T>,
         mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
     ) -> Result<Parts, Error> {
+        let _call = self.group().enter("FullyShardedParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
     }
 
@@ -219,6 +221,7 @@ impl FullyShardedParallel {
         batches: impl IntoIterator<Item = T>,
         loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
     ) -> Result<Parts, Error> {
+        let _call = self.group().enter("FullyShardedParallel::try_run");
         Ok(Parts::new(Form::run(self, model, batches, loss)?, self.of.clone()))
     }
 
@@ -229,6 +232,7 @@ impl FullyShardedParallel {
     /// [`Error::InvalidArgument`] while another pass is open. Those of the step before, if that has failed.
     #[track_caller]
     pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::pass");
         self.begin(model, false)?.weigh(weight as f64).map(Pass)
     }
 
@@ -238,6 +242,7 @@ impl FullyShardedParallel {
     /// See [`pass`](Self::pass). Errors of the step come from [`finish`](LastPass::finish).
     #[track_caller]
     pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M, Parts>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::last_pass");
         let of = self.of.clone();
         let open = self.begin(model, true)?.weigh(weight as f64)?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
@@ -250,6 +255,7 @@ impl FullyShardedParallel {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn skip<M: Module>(&self, model: &M) -> Result<Parts, Error> {
+        let _call = self.group().enter("FullyShardedParallel::skip");
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
 
@@ -260,6 +266,7 @@ impl FullyShardedParallel {
     /// See [`LastPass::finish`].
     #[track_caller]
     pub fn join<M: Module>(&self, model: &M) -> Result<Option<Parts>, Error> {
+        let _call = self.group().enter("FullyShardedParallel::join");
         Ok(match Form::skip(self, model)? {
             Outcome::NoSamples => None,
             Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
@@ -275,6 +282,7 @@ impl FullyShardedParallel {
     /// [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: Module>(&self, model: &M) -> Result<M, Error> {
+        let _call = self.group().enter("FullyShardedParallel::gather");
         let own = self.in_model(model);
         let parts = all_or_none(self.group(), self.own_parts("gather", &own))?;
         if self.of.groups.replicas.world_size() > 1 {
@@ -297,6 +305,7 @@ impl FullyShardedParallel {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        let _call = self.group().enter("FullyShardedParallel::mean");
         self.steps.groups().mean(values, samples)
     }
 
@@ -307,6 +316,7 @@ impl FullyShardedParallel {
     /// Those of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
     #[track_caller]
     pub fn average_states<M: Module>(&self, model: M) -> Result<M, Error> {
+        let _call = self.group().enter("FullyShardedParallel::average_states");
         average(self.group(), model, |id| self.parameters.position(id).is_none())
     }
 

@@ -6,6 +6,7 @@
 mod rank;
 mod records;
 
+use std::panic::Location;
 use std::sync::{Arc, Mutex};
 
 use burn_train::renderer::CliMetricsRenderer;
@@ -16,7 +17,7 @@ use burn_train::{
 };
 
 use self::rank::{Leader, Rank};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{AgreedOperations, CallSite, lock};
 use bonfire_core::{Error, Group};
 
 /// A strategy for burn-train's [`SupervisedTraining`]: data-parallel training on the ranks of a group, on any backend.
@@ -93,13 +94,16 @@ use bonfire_core::{Error, Group};
 /// `device.gradient_checkpointing()`: burn does not tell strategies its setting.
 pub struct DataParallelStrategy {
     group: Group,
+    /// Where the program has made the strategy: burn calls it.
+    at: CallSite,
     failure: Mutex<Option<Error>>,
 }
 
 impl DataParallelStrategy {
     /// Makes the strategy of this rank. It does not communicate.
+    #[track_caller]
     pub fn new(group: Group) -> Self {
-        DataParallelStrategy { group, failure: Mutex::new(None) }
+        DataParallelStrategy { group, at: Location::caller(), failure: Mutex::new(None) }
     }
 
     /// Launches a training with this strategy. Ranks other than 0 get a renderer that shows nothing, and no log file,
@@ -168,6 +172,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
         valid: ValidLoader<M>,
         first_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
+        let _call = self.group.enter_at("DataParallelStrategy", self.at);
         *lock(&self.failure) = None;
         let interrupter = components.interrupter;
         let mut leader = Leader {

@@ -13,7 +13,7 @@ use super::adapter::{handle, opened, scaled};
 use super::model::Parameters;
 use super::slices::check_elementwise;
 use bonfire_core::Error;
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_train::lane::Tensors;
 use bonfire_train::shards::{Cut, Layout};
 use bonfire_train::step::{Groups, Means};
@@ -54,6 +54,7 @@ impl Parts {
     /// [`Error::Io`] if a gradient cannot be read. Otherwise the errors of [`Group::all_gather`](crate::Group).
     #[track_caller]
     pub fn norm(&self) -> Result<f64, Error> {
+        let _call = self.of.groups.main.enter("Parts::norm");
         Ok(self.squares()?.into_iter().sum::<f64>().sqrt())
     }
 
@@ -64,6 +65,7 @@ impl Parts {
     /// remain usable. Otherwise those of [`norm`](Self::norm).
     #[track_caller]
     pub fn clip_norm(self, max: f64) -> Result<Self, Error> {
+        let _call = self.of.groups.main.enter("Parts::clip_norm");
         self.of.groups.check_limit("clip_norm", max)?;
         let norm = self.norm()?;
         Ok(self.map(|_, part| if norm > max { scaled(part, max / norm) } else { part }))
@@ -75,6 +77,7 @@ impl Parts {
     /// See [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn clip_each_norm(self, max: f64) -> Result<Self, Error> {
+        let _call = self.of.groups.main.enter("Parts::clip_each_norm");
         self.of.groups.check_limit("clip_each_norm", max)?;
         let squares = self.squares()?;
         Ok(self.map(|position, part| match squares[position].sqrt() {
@@ -89,6 +92,7 @@ impl Parts {
     /// [`Error::InvalidArgument`]: see [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn clip_values(self, max: f64) -> Result<Self, Error> {
+        let _call = self.of.groups.main.enter("Parts::clip_values");
         self.of.groups.check_limit("clip_values", max)?;
         Ok(self.map(|_, part| Dispatch::float_clamp(part, (-max).into(), max.into())))
     }
@@ -123,6 +127,7 @@ impl Parts {
     /// and for parts of a sharded optimizer. Otherwise those of [`clip_norm`](Self::clip_norm).
     #[track_caller]
     pub fn for_optimizer(self, optimizer: &ModuleOptimizer) -> Result<GradientsParams, Error> {
+        let _call = self.of.groups.main.enter("Parts::for_optimizer");
         if self.of.layout.cut == Cut::Slices {
             let reason = "the gradients are parts for a sharded optimizer; pass them to its `step`";
             return Err(Error::argument("for_optimizer", reason));

@@ -10,7 +10,7 @@ use burn::tensor::{Gradients, Tensor};
 
 use super::adapter::handle;
 use super::model::{InModel, Parameters};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_core::{Error, Group};
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::protocol::{Problem, Refusal};
@@ -50,6 +50,7 @@ impl<M> Pass<M> {
     /// What is wrong with the gradients is an error of the last pass, on all ranks.
     #[track_caller]
     pub fn finish(self, gradients: &mut Gradients) -> Result<(), Error> {
+        let _call = self.0.engine.group().enter("Pass::finish");
         self.0.finish(gradients).map(drop)
     }
 
@@ -60,6 +61,7 @@ impl<M> Pass<M> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn finish_trained(self, gradients: GradientsParams) -> Result<(), Error> {
+        let _call = self.0.engine.group().enter("Pass::finish_trained");
         self.0.finish_trained(gradients).map(drop)
     }
 }
@@ -97,6 +99,7 @@ impl<M, G> LastPass<M, G> {
     /// dropped its step. The call may have succeeded on other ranks then, which are one step ahead.
     #[track_caller]
     pub fn finish(self, gradients: &mut Gradients) -> Result<G, Error> {
+        let _call = self.open.engine.group().enter("LastPass::finish");
         let outcome = self.open.finish(gradients)?;
         Ok((self.result)(means(outcome)?))
     }
@@ -108,6 +111,7 @@ impl<M, G> LastPass<M, G> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn finish_trained(self, gradients: GradientsParams) -> Result<G, Error> {
+        let _call = self.open.engine.group().enter("LastPass::finish_trained");
         let outcome = self.open.finish_trained(gradients)?;
         Ok((self.result)(means(outcome)?))
     }
@@ -119,6 +123,7 @@ impl<M, G> LastPass<M, G> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn skip(self) -> Result<G, Error> {
+        let _call = self.open.engine.group().enter("LastPass::skip");
         let outcome = self.open.end(Vec::new(), None)?;
         Ok((self.result)(means(outcome)?))
     }

@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use super::checkpoint::{Load, Save};
 use super::data_parallel::DataParallel;
 use super::training_state::TrainingState;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::Error;
 use bonfire_train::agree::{all_or_none, broadcast_value, furthest};
 use bonfire_train::checkpoint::{from_bytes, to_bytes};
@@ -74,6 +75,7 @@ impl DataParallel {
         state: &mut TrainingState<M, U>,
         read: impl FnOnce() -> std::io::Result<Vec<u8>>,
     ) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::resume");
         let own = match self.group().rank() {
             0 => read().map_err(|error| Error::io("reading a saved training", error)),
             _ => Ok(Vec::new()),
@@ -131,10 +133,12 @@ impl DataParallel {
     /// The errors of [`Group::shrink`](crate::Group::shrink) and of [`Group::broadcast`](crate::Group::broadcast), and
     /// on all ranks those of [`TrainingState::save`](crate::TrainingState::save). After an error each rank has its old
     /// state or that of the furthest rank, as a whole.
+    #[track_caller]
     pub fn shrink<M: Module + 'static, U: Serialize + DeserializeOwned + Clone>(
         &mut self,
         state: &mut TrainingState<M, U>,
     ) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::shrink");
         // A step that fails may have completed on some ranks, which are one step ahead then and fail in the next one.
         // Batches do not depend on the world size, so the remaining ranks end where all would have ended, up to
         // rounding. All take over the state of one, also those that are not behind: only a comparison of everything

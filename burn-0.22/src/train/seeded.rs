@@ -4,6 +4,7 @@ use burn::module::Module;
 use burn::tensor::Device;
 
 use super::walk::visit_floats;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
 /// Creates a model whose random weights depend on `seed` only: the same on every rank, for any number of ranks, whether
@@ -36,6 +37,7 @@ use bonfire_core::{Error, Group};
 /// [`Error::Io`] on all ranks if the device of one fails. Otherwise the errors of [`Group::barrier`].
 #[track_caller]
 pub fn seeded<M: Module>(group: &Group, seed: u64, device: &Device, init: impl FnOnce() -> M) -> Result<M, Error> {
+    let _call = group.enter("seeded");
     let draw = || {
         let model = init();
         // burn draws weights when they are first used. Visiting them is such a use.

@@ -26,6 +26,7 @@ use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use super::slices::{check_elementwise, update};
 use super::walk::map_floats;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::Error;
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::shards::Cut;
@@ -92,6 +93,7 @@ impl ShardedOptimizer {
     /// [`Group::subgroup`](crate::Group::subgroup).
     #[track_caller]
     pub fn new(ddp: &DataParallel, optimizer: ModuleOptimizer, sharding: Sharding) -> Result<Self, Error> {
+        let _call = ddp.group().enter("ShardedOptimizer::new");
         // Before the ranks make subgroups.
         check_optimizer(ddp, &optimizer)?;
         Self::on_mesh(ddp, optimizer, &sharding.mesh(OPERATION, ddp.group())?)
@@ -103,6 +105,7 @@ impl ShardedOptimizer {
     /// Those of `new`, and [`Error::InvalidArgument`] if the mesh has other dimensions or other ranks.
     #[track_caller]
     pub fn on_mesh(ddp: &DataParallel, optimizer: ModuleOptimizer, mesh: &DeviceMesh) -> Result<Self, Error> {
+        let _call = ddp.group().enter("ShardedOptimizer::on_mesh");
         check_optimizer(ddp, &optimizer)?;
         let Replicas { steps, parameters, unused, .. } = &ddp.replicas;
         unused.end();
@@ -132,6 +135,7 @@ impl ShardedOptimizer {
         batches: impl IntoIterator<Item = T>,
         mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
     ) -> Result<Parts, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
     }
 
@@ -146,6 +150,7 @@ impl ShardedOptimizer {
         batches: impl IntoIterator<Item = T>,
         loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
     ) -> Result<Parts, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::try_run");
         Ok(Parts::new(self.replicas.run(model, batches, loss)?, self.of.clone()))
     }
 
@@ -155,6 +160,7 @@ impl ShardedOptimizer {
     /// Those of [`DataParallel::pass`].
     #[track_caller]
     pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::pass");
         self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
     }
 
@@ -164,6 +170,7 @@ impl ShardedOptimizer {
     /// Those of [`DataParallel::last_pass`].
     #[track_caller]
     pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M, Parts>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::last_pass");
         let of = self.of.clone();
         let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
@@ -175,6 +182,7 @@ impl ShardedOptimizer {
     /// Those of [`DataParallel::skip`].
     #[track_caller]
     pub fn skip<M: Module>(&self, model: &M) -> Result<Parts, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::skip");
         self.join(model)?.ok_or_else(|| Refusal::NoSamples.error("skip", &[]))
     }
 
@@ -184,6 +192,7 @@ impl ShardedOptimizer {
     /// Those of [`DataParallel::join`].
     #[track_caller]
     pub fn join<M: Module>(&self, model: &M) -> Result<Option<Parts>, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::join");
         Ok(match self.replicas.skip(model)? {
             Outcome::NoSamples => None,
             Outcome::Gradients(means) => Some(Parts::new(means, self.of.clone())),
@@ -196,6 +205,7 @@ impl ShardedOptimizer {
     /// Those of [`DataParallel::sync`].
     #[track_caller]
     pub fn sync<M: Module>(&self, model: &M, gradients: GradientsParams, weight: usize) -> Result<Parts, Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::sync");
         let outcome = self.replicas.sync("sync", model, gradients, weight)?;
         Ok(Parts::new(means(Some(outcome))?, self.of.clone()))
     }
@@ -214,6 +224,7 @@ impl ShardedOptimizer {
         model: &mut M,
         parts: Parts,
     ) -> Result<(), Error> {
+        let _call = self.of.groups.main.enter("ShardedOptimizer::step");
         let (lr, steps, parameters) = (lr.into(), &self.replicas.steps, &self.replicas.parameters);
         let is_own = Arc::ptr_eq(&parts.of.layout, steps.layout()) || self.is_of_same_sharding(&parts);
         let values = self.replicas.in_model(model).values;

@@ -27,8 +27,10 @@ impl DataParallel {
     /// model's order, and the ranks. The group remains usable. Otherwise the errors of [`Group::all_reduce`].
     #[track_caller]
     pub fn verify<M: Module>(&self, model: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+        let _call = self.group().enter("DataParallel::verify");
         let parameters = &self.replicas.parameters;
         let states = state_digests(optimizer, parameters).map_err(|error| self.group().abandon(error))?;
+        self.replicas.steps.check_saves("verify")?;
         self.compare_parameters("verify", model)?;
         let names = parameters.iter().map(|parameter| format!("the optimizer's state for `{}`", parameter.path));
         let names = names.chain(["the optimizer's state".into()]);
@@ -49,6 +51,7 @@ impl DataParallel {
     /// model is lost then: pass a clone if you need it.
     #[track_caller]
     pub fn average_states<M: Module>(&self, model: M) -> Result<M, Error> {
+        let _call = self.group().enter("DataParallel::average_states");
         self.compare_parameters("average_states", &model)?;
         average(self.group(), model, |_| true)
     }

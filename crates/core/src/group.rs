@@ -17,6 +17,7 @@ mod handle;
 mod hosts;
 #[cfg(unix)]
 mod interrupt;
+mod journal;
 mod operations;
 mod progress;
 pub(crate) mod record;
@@ -37,9 +38,10 @@ pub use self::bytes::ByteOperations;
 pub use self::handle::{Attachment, Group};
 #[cfg(unix)]
 pub use self::interrupt::answer_stop;
+pub use self::journal::{Entered, Waiting, call_site, go_on};
 pub use self::operations::Batch;
 pub use self::progress::Work;
-pub use self::record::{Message, Record, State};
+pub use self::record::{CallSite, Message, Record, State};
 pub use self::request::Request;
 #[cfg(not(unix))]
 pub use self::stop::answer_stop;

@@ -3,9 +3,12 @@
 //! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known only at run time.
 //! * [`AgreedOperations`], [`Agreed`], [`Started`], [`Peers`], [`Attachment`]: operations whose data another library
 //!   moves, and what else a layer above does with a group.
+//! * [`Entered`], [`Waiting`], [`CallSite`], [`call_site`], [`go_on`]: which of their functions a program is in, and
+//!   where it calls it. [`Places`]: where ranks are, as text.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`BySize`]: tables by size, for the path of CUDA collectives. [`Ranges`]: where tensors lie in an operation.
+//! * [`function`]: of which function of theirs a call is a part.
 //! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot
 //!   be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
@@ -21,8 +24,8 @@ pub mod oracle;
 
 pub use crate::control::invitation::{process_number, random};
 pub use crate::group::{
-    Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Peers, Request, Started, answer_stop,
-    stop_is_requested, zeroed,
+    Agreed, AgreedOperations, Attachment, ByteOperations, CallSite, DEADLINE, Entered, Peers, Request, Started,
+    Waiting, answer_stop, call_site, go_on, stop_is_requested, zeroed,
 };
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::plan::BySize;
@@ -30,7 +33,7 @@ pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
-pub use crate::types::{Parts, Ranges, RankList, hash};
+pub use crate::types::{Parts, Places, Ranges, RankList, function, hash};
 #[cfg(unix)]
 pub use crate::{
     auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, require_secret},

@@ -60,7 +60,7 @@ pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partiti
 
 /// Types of the fields of [`Error`].
 pub mod error {
-    pub use crate::types::{Cause, ShrinkError, Site};
+    pub use crate::types::{Cause, ProgramCall, ShrinkError, Site, Whereabouts};
 }
 
 /// Traces: each rank's record of its last operations.

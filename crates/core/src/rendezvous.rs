@@ -316,5 +316,11 @@ fn start_group(
     let session = Some(tcp.session());
     let unfinished = Mutex::default();
     let regroup = ProcessGroup { settings, kind, hosts, tcp: tcp.clone(), held, unfinished };
-    Ok(GroupEndpoint { transport: tcp, engines, session, regroup: Some(Arc::new(regroup)) })
+    Ok(GroupEndpoint {
+        transport: tcp.clone(),
+        engines,
+        session,
+        regroup: Some(Arc::new(regroup)),
+        neighbours: Some(tcp),
+    })
 }

@@ -173,8 +173,10 @@ mod tests {
         };
         let call = Call::new(Operation::Barrier, DType::U8, 0);
         let (site, elapsed) = (Site { call, sequence: 0 }, Duration::ZERO);
+        let (missing, whereabouts) = (vec![1, 2, 3], Box::default());
+        let timeout = &Error::Timeout { site, rank: 0, missing, elapsed, whereabouts };
         assert_eq!(named(&Error::Left { site, rank: 2 }), (true, vec![12]));
-        assert_eq!(named(&Error::Timeout { site, rank: 0, missing: vec![1, 2, 3], elapsed }), (true, vec![11, 12]));
+        assert_eq!(named(timeout), (true, vec![11, 12]));
         let excluded = Error::Shrink { rank: 0, why: ShrinkError::Excluded { by: 1 }, elapsed };
         assert_eq!(named(&excluded), (true, vec![]));
         assert_eq!(named(&Error::argument("test", "on purpose")), (false, vec![]));

@@ -27,7 +27,7 @@ pub(crate) mod threads;
 pub(crate) use self::regroup::hosts_of;
 pub(crate) use self::regroup::{GroupEndpoint, Regroup};
 pub use self::seams::Transport;
-pub(crate) use self::seams::{Buffers, Collectives, Storage};
+pub(crate) use self::seams::{Buffers, Collectives, Neighbours, Storage};
 #[cfg(not(bonfire_loom))]
 use crate::reduce;
 

@@ -352,7 +352,7 @@ impl TcpTransport {
         let peer = if self.rank == 0 { peer + 1 } else { 0 };
         let mut calls = vec![(self.rank, call(ours)), (peer, call(theirs))];
         calls.sort_by_key(|(rank, _)| *rank);
-        Error::Mismatch { sequence, calls }
+        Error::Mismatch { sequence, calls, note: String::new() }
     }
 
     fn peer(&self, operation: &str, peer: usize) -> Result<&Link, Error> {

@@ -163,7 +163,7 @@ fn a_mismatch_is_reported_to_all_ranks() {
             1 => group.all_reduce(&mut [1.0f32; 8], ReduceOp::Sum),
             _ => group.all_reduce(&mut [1.0f32; 7], ReduceOp::Sum),
         };
-        let Err(Error::Mismatch { sequence: 1, calls }) = &outcome else { panic!("{outcome:?}") };
+        let Err(Error::Mismatch { sequence: 1, calls, .. }) = &outcome else { panic!("{outcome:?}") };
         let counts: Vec<_> = calls.iter().map(|(rank, call)| (*rank, call.operation, call.count)).collect();
         let all_reduce = Operation::AllReduce;
         assert_eq!(counts, [(0, all_reduce, 7), (1, all_reduce, 8), (2, all_reduce, 7)]);

@@ -17,8 +17,10 @@ fn missing_ranks_are_logged_at_a_tenth_of_the_deadline_and_may_still_call() {
             |group| {
                 if group.rank() == 2 {
                     // This rank calls once its peers have logged warnings about it.
-                    logged::wait_for(&["rank 0 has waited", "for rank 2"]);
-                    logged::wait_for(&["rank 1 has waited", "for rank 2"]);
+                    let own = format!("in all_reduce at {}:{}", file!(), line!() + 6);
+                    let absent = "rank 2 is in no call of Bonfire's yet";
+                    logged::wait_for(&["rank 0 has waited", "for rank 2", &own, absent]);
+                    logged::wait_for(&["rank 1 has waited", "for rank 2", &own, absent]);
                 }
                 let mut data = [1.0f32; 1000];
                 group.all_reduce(&mut data, ReduceOp::Sum).unwrap();

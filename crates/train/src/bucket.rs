@@ -59,6 +59,11 @@ pub(crate) fn block_name(block: usize) -> String {
     if block == 0 { "root block".into() } else { format!("block {block}") }
 }
 
+/// Returns the block that has this name.
+pub(crate) fn block_of_name(name: &str) -> Option<usize> {
+    if name == block_name(0) { Some(0) } else { name.strip_prefix("block ")?.parse().ok() }
+}
+
 /// The buckets of a step, in the order in which they are sent.
 pub(crate) type BucketTable = Arc<[Bucket]>;
 

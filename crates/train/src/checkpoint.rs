@@ -45,7 +45,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use log::warn;
+use log::error;
 
 pub use self::bytes::{from_bytes, to_bytes};
 use self::claim::Claim;
@@ -62,7 +62,7 @@ pub use self::scalar::Scalar;
 pub use self::set::{SavedTensor, Set};
 pub use self::state::{Field, Fields, LoadedTensor, NOT_ELEMENTWISE, ReadRange, StateTensor, state_name};
 use crate::agree::{all_or_none, lane};
-use bonfire_core::internal::AgreedOperations;
+use bonfire_core::internal::{AgreedOperations, CallSite, Entered, call_site};
 use bonfire_core::{Error, Group};
 
 /// How long the ranks wait for the slowest of them to write or to read, at least.
@@ -82,7 +82,13 @@ pub struct Checkpoints {
     keep: usize,
     lane: Group,
     access: Access,
-    in_flight: Option<JoinHandle<Result<(), Error>>>,
+    in_flight: Option<InFlight>,
+}
+
+/// A save in the background, and where the program has called it.
+struct InFlight {
+    thread: JoinHandle<Result<(), Error>>,
+    at: CallSite,
 }
 
 /// What a folder was opened for.
@@ -140,6 +146,7 @@ impl Checkpoints {
     /// which has not dropped its `Checkpoints`. Otherwise those of [`Group::subgroup`].
     #[track_caller]
     pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
+        let _call = group.enter("Checkpoints::new");
         let mut checkpoints = Checkpoints::read_only(group, folder)?;
         checkpoints.access = Access::Save(open(&checkpoints.lane, &checkpoints.folder)?);
         Ok(checkpoints)
@@ -152,6 +159,7 @@ impl Checkpoints {
     /// Those of [`Group::subgroup`].
     #[track_caller]
     pub fn read_only(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
+        let _call = group.enter("Checkpoints::read_only");
         let lane = lane(group)?;
         let lane = lane.with_deadline(lane.deadline().max(TIMEOUT));
         Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, access: Access::Load, in_flight: None })
@@ -176,7 +184,9 @@ impl Checkpoints {
     /// names. The sets before are unchanged, and the ranks can save again. The error of a save in the background, which
     /// then was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete
     /// then.
+    #[track_caller]
     pub fn save(&mut self, snapshot: Result<Snapshot, Error>, score: Option<f64>) -> Result<(), Error> {
+        let _call = self.enter("Checkpoints::save");
         self.wait()?;
         self.saving(snapshot, score)?.run()
     }
@@ -187,17 +197,21 @@ impl Checkpoints {
     /// # Errors
     /// Those of the save before it, and then this one is not started; [`Error::Config`] with the transport
     /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
+    #[track_caller]
     pub fn save_in_background(&mut self, snapshot: Result<Snapshot, Error>, score: Option<f64>) -> Result<(), Error> {
+        let _call = self.enter(IN_BACKGROUND);
+        let at = call_site();
         self.wait()?;
-        self.lane.check_concurrent("Checkpoints::save_in_background")?;
+        self.lane.check_concurrent(IN_BACKGROUND)?;
         let saving = self.saving(snapshot, score)?;
         let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
             lower_priority();
+            let _call = saving.lane.enter_behind(IN_BACKGROUND, at);
             saving.run()
         });
         // No rank would wait for this one.
         let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
-        self.in_flight = Some(thread);
+        self.in_flight = Some(InFlight { thread, at });
         Ok(())
     }
 
@@ -205,8 +219,10 @@ impl Checkpoints {
     ///
     /// # Errors
     /// Those of [`save`](Self::save).
+    #[track_caller]
     pub fn wait(&mut self) -> Result<(), Error> {
-        let Some(thread) = self.in_flight.take() else { return Ok(()) };
+        let Some(InFlight { thread, .. }) = self.in_flight.take() else { return Ok(()) };
+        let (_call, _waits) = (self.enter("Checkpoints::wait"), self.lane.waits());
         thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
     }
 
@@ -215,6 +231,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// That of the lowest rank that fails. Otherwise those of [`Group::all_gather`].
+    #[track_caller]
     pub fn check_savable(&self, check: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         match self.access {
             Access::Load => Ok(()),
@@ -227,7 +244,9 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks [`Error::Io`] if the folder cannot be read; none of one that does not exist is no error. Otherwise
     /// the errors of [`Group::all_gather`]. The error of a save in the background.
+    #[track_caller]
     pub fn sets(&mut self) -> Result<Vec<SavedSet>, Error> {
+        let _call = self.enter("Checkpoints::sets");
         self.wait()?;
         let own = if self.lane.rank() == 0 { self.list() } else { Ok(Vec::new()) };
         Ok(self.lane.all_gather_results(own)?.swap_remove(0))
@@ -241,7 +260,9 @@ impl Checkpoints {
     /// is no set of the number, or if a file of the set is missing, truncated, damaged or of another save;
     /// [`Error::Io`] if a file cannot be read. Otherwise the errors of [`Group::all_gather`]; some ranks may have
     /// loaded then. The error of a save in the background.
+    #[track_caller]
     pub fn load<T>(&mut self, which: Which, read: impl FnOnce(&Set) -> Result<T, Error>) -> Result<Option<T>, Error> {
+        let _call = self.enter("Checkpoints::load");
         self.wait()?;
         let own = if self.lane.rank() == 0 { self.find(which) } else { Ok(None) };
         let Some((number, manifest)) = self.lane.all_gather_results(own)?.swap_remove(0) else { return Ok(None) };
@@ -249,6 +270,13 @@ impl Checkpoints {
         let loaded = all_or_none(&self.lane, set.and_then(|set| read(&set)))?;
         self.lane.rewind();
         Ok(Some(loaded))
+    }
+
+    /// Enters a function that the program calls, until the result is dropped: errors of ranks that wait for this one
+    /// name it.
+    #[track_caller]
+    pub fn enter(&self, function: &'static str) -> Entered {
+        self.lane.enter(function)
     }
 
     fn list(&self) -> Result<Vec<SavedSet>, Error> {
@@ -283,6 +311,8 @@ impl Checkpoints {
             return Err(Error::argument(SAVING, reason));
         };
         let (lane, folder) = (self.lane.clone(), self.folder.clone());
+        // A training of the group compares it: a rank that does not save would not notice a save in the background.
+        lane.parent().filter(|_| lane.world_size() > 1).unwrap_or(&lane).begin_save();
         Ok(Saving { lane, folder, keep: self.keep, claim: claim.clone(), snapshot, score })
     }
 }
@@ -290,13 +320,18 @@ impl Checkpoints {
 /// What errors of opening a folder name.
 const OPENING: &str = "opening a folder of checkpoints";
 
+/// The function that saves on another thread.
+const IN_BACKGROUND: &str = "Checkpoints::save_in_background";
+
 /// What errors of a save name.
 pub const SAVING: &str = "saving a checkpoint";
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {
+        // A drop has no caller.
+        let _call = self.in_flight.as_ref().map(|save| self.lane.enter_at(IN_BACKGROUND, save.at));
         if let Err(error) = self.wait() {
-            warn!("{error}");
+            error!("rank {}: {error}", self.lane.rank());
         }
     }
 }

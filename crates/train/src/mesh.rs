@@ -106,6 +106,7 @@ impl DeviceMesh {
         group: Group,
         dimensions: impl IntoIterator<Item = (N, usize)>,
     ) -> Result<DeviceMesh, Error> {
+        let _call = group.enter("DeviceMesh::new");
         let dimensions: Vec<(String, usize)> = dimensions.into_iter().map(|(name, size)| (name.into(), size)).collect();
         let checked = check(&dimensions, group.world_size()).map(|()| dimensions.clone());
         let all = group.all_gather_results(checked)?;

@@ -49,6 +49,8 @@ pub struct Header {
     pub(crate) steps: u64,
     /// The most bytes in a bucket, where the program has set it. Otherwise 0.
     pub(crate) bucket_bytes: u64,
+    /// The saves of checkpoints that the rank has begun in the group.
+    pub(crate) saves: u64,
     /// A hash of the name of the compression; 0 without one.
     pub(crate) compression: u64,
     /// What it does in the first pass, where the ranks run passes together.
@@ -91,6 +93,7 @@ struct HeaderWords {
     problem: [u64; 2],
     steps: u64,
     bucket_bytes: u64,
+    saves: u64,
     compression: u64,
     pass: u64,
     skips: u64,
@@ -115,6 +118,7 @@ impl Header {
             problem: Problem::to_words(self.problem),
             steps: self.steps,
             bucket_bytes: self.bucket_bytes,
+            saves: self.saves,
             compression: self.compression,
             pass: self.pass.to_word(),
             skips: u64::from(self.skips),
@@ -144,6 +148,9 @@ impl Header {
         };
         if let Some((first, rank, other)) = differs(|header| header.steps) {
             return Err(Refusal::Steps { first, rank, other });
+        }
+        if differs(|header| header.saves).is_some() {
+            return Err(Refusal::Saves(headers.iter().map(|header| header.saves).collect()));
         }
         if let Some((first, rank, other)) = differs(|header| header.bucket_bytes) {
             return Err(Refusal::BucketBytes { first, rank, other });
@@ -360,6 +367,7 @@ mod tests {
             read[0].clone()
         };
         assert_eq!(refused(|rank, header| header.steps += rank as u64), Refusal::Steps { first: 5, rank: 1, other: 6 });
+        assert_eq!(refused(|rank, header| header.saves = u64::from(rank == 1)), Refusal::Saves(vec![0, 1, 0]));
         let bytes = refused(|rank, header| header.bucket_bytes = u64::from(rank == 2));
         assert_eq!(bytes, Refusal::BucketBytes { first: 0, rank: 2, other: 1 });
         let trained = refused(|rank, header| header.trained[68] = rank == 1);

@@ -4,6 +4,7 @@ use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
 use crate::agree::all_gather_values;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group, partition};
 
 /// A sampler that distributes the samples of a data set over the ranks, in shuffled batches.
@@ -155,6 +156,7 @@ impl ShardedSampler {
     /// each has. The group remains usable. Otherwise those of [`Group::all_gather`].
     #[track_caller]
     pub fn epoch(&self, epoch: usize) -> Result<Epoch, Error> {
+        let _call = self.group.enter("ShardedSampler::epoch");
         let (shuffled, seed) = match self.order {
             Order::Sequential => (0, 0),
             Order::Shuffled(seed) => (1, seed),

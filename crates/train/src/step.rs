@@ -37,6 +37,7 @@ pub(crate) use self::stop::Stopping;
 pub(crate) use self::sums::Sums;
 pub use self::sync::Gradients;
 pub use self::unused::Unused;
+use crate::agree::all_gather_values;
 use crate::compression::{CompressedLane, Compression, Compressor};
 use crate::lane::{Tensor, Tensors, lane};
 use crate::mesh::DeviceMesh;
@@ -170,22 +171,39 @@ impl Steps {
         self.state().stopping.clone()
     }
 
-    /// Logs where in the training this rank is if an error shows that the ranks' calls differ. Each rank's log has it,
-    /// so a rank that has left out a step shows. `in_step` says that the error is that of a step.
+    /// Says more about an error which shows that the ranks' calls differ: one may have left out a step. A mismatch says
+    /// where all ranks are in the training. If a rank has left, the log of each of the others says where that one was.
+    /// `in_step` says that the error is that of a step.
     pub fn counted<T>(&self, result: Result<T, Error>, in_step: bool) -> Result<T, Error> {
-        result.inspect_err(|error| {
-            if let Error::Mismatch { .. } | Error::Left { .. } | Error::Timeout { .. } = error {
+        const REMEDY: &str = "a rank without samples for a step calls `skip`, or `run` without batches";
+        result.map_err(|mut error| {
+            if let Error::Mismatch { note, .. } = &mut error {
+                note.push_str(if note.is_empty() { "" } else { "; " });
+                note.push_str(REMEDY);
+            } else if let Error::Left { .. } = &error {
                 let (rank, steps) = (self.groups().main.rank(), self.count());
                 let place = match in_step {
                     true => format!("was in training step {}", steps + 1),
                     false => format!("had made {steps} training steps"),
                 };
                 log::warn!(
-                    "rank {rank} {place}; if other ranks were elsewhere, one has left out a step: without samples call \
-                     `skip`, or `run` without batches"
+                    "rank {rank} {place}; if the rank that left was elsewhere, it has left out a step: {REMEDY}"
                 );
             }
+            error
         })
+    }
+
+    /// Fails on all ranks if some have begun to save a checkpoint and others have not called it. All ranks call it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] then. Otherwise those of [`Group::all_gather`].
+    #[track_caller]
+    pub fn check_saves(&self, operation: &str) -> Result<(), Error> {
+        let main = &self.groups().main;
+        let saves = all_gather_values(main, [main.saves()])?.concat();
+        let differ = saves.iter().any(|of_rank| *of_rank != saves[0]);
+        if differ { Err(Refusal::Saves(saves).error(operation, &[])) } else { Ok(()) }
     }
 
     /// Counts steps anew, after all ranks have taken over a state. The next two steps compare the models.
@@ -303,8 +321,17 @@ impl Steps {
             // Its result is not used.
             Err(_) => state.forget(),
         }
+        set_progress(&self.groups().main, state.steps, ended.as_ref().err());
         ended
     }
+}
+
+/// Says how many steps a rank has made, for the errors of ranks that are elsewhere. `failed` is why the last one has
+/// failed.
+pub(crate) fn set_progress(main: &Group, steps: u64, failed: Option<&Error>) {
+    let plural = if steps == 1 { "" } else { "s" };
+    let failed = failed.map_or(String::new(), |error| format!(" and one that has failed ({error})"));
+    main.set_progress(format!("after {steps} training step{plural}{failed}"));
 }
 
 impl Outcome {

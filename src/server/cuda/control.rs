@@ -109,7 +109,7 @@ impl Report {
         // The peer's launch may be waiting for another rank on its GPU.
         let missing = if absent.is_empty() { vec![peer] } else { absent };
         match self.kind {
-            1 | 2 => Error::Timeout { site, rank, missing, elapsed: timeout },
+            1 | 2 => Error::Timeout { site, rank, missing, elapsed: timeout, whereabouts: Box::default() },
             3 => Error::broken(operation, format!("rank {peer} called something else on its GPU")),
             4 => Error::broken(operation, "aborted, because the devices' group failed"),
             6 => Error::broken(operation, format!("the GPU did not finish it within {timeout:.1?}")),

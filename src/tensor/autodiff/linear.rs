@@ -11,6 +11,7 @@ use burn::tensor::{Float, TensorMetadata, TensorPrimitive};
 use super::hook::Tracked;
 use super::refuse_nested;
 use crate::tensor::operation::carry;
+use bonfire_core::internal::{CallSite, call_site, go_on};
 use bonfire_core::{Error, Group, ReduceOp};
 pub(super) use bonfire_tensor::Linear;
 use bonfire_tensor::{PairSizes, Sizes};
@@ -39,16 +40,18 @@ fn apply<B: Backend>(linear: &Linear, tensor: FloatTensor<B>, group: &Group) -> 
     Ok(result.tensor())
 }
 
-/// The backward step of a linear collective. Its state is the group and the forward collective.
+/// The backward step of a linear collective. Its state is the group, the forward collective, and where the program
+/// calls it.
 #[derive(Debug)]
 struct LinearBackward;
 
 impl<B: Backend> Backward<B, 1> for LinearBackward {
-    type State = (Group, Linear);
+    type State = (Group, Linear, CallSite);
 
     fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         unary::<B, _>(ops.parents, ops.node, gradients, |gradient| {
-            let (group, linear) = ops.state;
+            let (group, linear, at) = ops.state;
+            let _call = go_on(at);
             apply::<B>(&linear.transposed(), gradient, &group).unwrap_or_else(|error| fail(error))
         });
     }
@@ -61,7 +64,7 @@ pub(super) fn tracked<I: Backend>(tensor: Tracked<I>, group: &Group, linear: Lin
     let result = apply::<I>(&linear, tensor.primitive, group)?;
     // Declared compute bound, so that no checkpointing strategy repeats the communication.
     Ok(match LinearBackward.prepare::<NoCheckpointing>([tensor.node]).compute_bound().stateful() {
-        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), linear), result),
+        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), linear, call_site()), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })
 }

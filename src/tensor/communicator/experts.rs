@@ -8,7 +8,7 @@ use super::{DeviceCommunicator, Routing, destroyed};
 use crate::tensor::host::{Context, Kind};
 use crate::tensor::operation::carry;
 use crate::tensor::operation::fused::{self, GatherInput};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{call_site, go_on, lock};
 use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_tensor::Sizes;
 
@@ -40,6 +40,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// # Errors
     /// As [`all_gather_v_list`](Self::all_gather_v_list).
     #[expect(clippy::type_complexity, reason = "vLLM's three results")]
+    #[track_caller]
     pub fn dispatch<const D: usize, K: Kind<B>>(
         &self,
         hidden_states: Tensor<B, D>,
@@ -47,6 +48,7 @@ impl<B: Backend> DeviceCommunicator<B> {
         is_sequence_parallel: bool,
         extra_tensors: Vec<Tensor<B, D, K>>,
     ) -> Result<(Tensor<B, D>, Tensor<B, D>, Vec<Tensor<B, D, K>>), Error> {
+        let _call = go_on(call_site());
         let (ctx, metadata) = self.expert_groups(is_sequence_parallel)?;
         if ctx.group.world_size() == 1 {
             return Ok((hidden_states, router_logits, extra_tensors));
@@ -81,11 +83,13 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// # Errors
     /// Those of [`operation::reduce_scatter_v`](crate::tensor::operation::reduce_scatter_v). [`Error::InvalidArgument`]
     /// also if nothing was dispatched, or after [`destroy`](Self::destroy).
+    #[track_caller]
     pub fn combine<const D: usize>(
         &self,
         hidden_states: Tensor<B, D>,
         is_sequence_parallel: bool,
     ) -> Result<Tensor<B, D>, Error> {
+        let _call = go_on(call_site());
         let (ctx, _) = self.expert_groups(is_sequence_parallel)?;
         if ctx.group.world_size() == 1 {
             return Ok(hidden_states);
@@ -107,12 +111,14 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] for an expert outside `0..count` or after [`destroy`](Self::destroy); otherwise the
     /// errors of [`Group::all_to_all_v`].
+    #[track_caller]
     pub fn route(
         &self,
         experts: Tensor<B, 2, Int>,
         count: usize,
         is_sequence_parallel: bool,
     ) -> Result<Routing, Error> {
+        let _call = go_on(call_site());
         let (ctx, metadata) = self.expert_groups(is_sequence_parallel)?;
         Routing::new::<B>(experts, count, metadata, ctx.group)
     }

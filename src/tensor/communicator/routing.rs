@@ -5,6 +5,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::tensor::autodiff;
 use crate::tensor::{host, operation};
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_tensor::{Order, Routes};
 
@@ -47,7 +48,9 @@ impl Routing {
     /// # Errors
     /// [`Error::InvalidArgument`] unless there is one row for each token; otherwise the errors of
     /// [`Group::all_to_all_v_into`].
+    #[track_caller]
     pub fn dispatch<B: Backend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
+        let _call = self.group.enter("Routing::dispatch");
         let order = self.routes.dispatch(tokens.dims()[0])?;
         self.exchange(tokens, order, operation::all_to_all_v)
     }
@@ -58,7 +61,9 @@ impl Routing {
     ///
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
+    #[track_caller]
     pub fn combine<B: Backend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
+        let _call = self.group.enter("Routing::combine");
         let order = self.routes.combine(results.dims()[0])?;
         self.exchange(results, order, operation::all_to_all_v)
     }
@@ -70,7 +75,9 @@ impl Routing {
     ///
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
+    #[track_caller]
     pub fn dispatch_tracked<B: AutodiffBackend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
+        let _call = self.group.enter("Routing::dispatch_tracked");
         let order = self.routes.dispatch(tokens.dims()[0])?;
         self.exchange(tokens, order, autodiff::all_to_all_v)
     }
@@ -82,7 +89,9 @@ impl Routing {
     ///
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
+    #[track_caller]
     pub fn combine_tracked<B: AutodiffBackend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
+        let _call = self.group.enter("Routing::combine_tracked");
         let order = self.routes.combine(results.dims()[0])?;
         self.exchange(results, order, autodiff::all_to_all_v)
     }

@@ -204,6 +204,11 @@ fn different_blocks_are_a_mismatch_on_all_ranks() {
         for error in &errors {
             assert!(matches!(error, Error::Mismatch { .. }), "{error}");
             assert!(error.to_string().contains("block "), "{error}");
+            // Those that the ranks have called where they differ first: blocks are gathered ahead.
+            let named = |block: usize| error.to_string().contains(&format!("block {block} is `layers.{}`", block - 1));
+            assert!((1..=4).any(named), "{skipped}: {error}");
+            let remedy = "run each block on all ranks, or remove the mark `ShardedBlock` of one that some";
+            assert!(error.to_string().contains(remedy), "{error}");
         }
     }
 }

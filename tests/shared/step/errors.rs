@@ -4,8 +4,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, mpsc};
 
 use bonfire::{Error, SyncBatchNormConfig};
-use bonfire_testing::logged;
-use bonfire_testing::process::{Process, is_child};
 
 use super::models::BUCKET;
 use super::*;
@@ -77,24 +75,33 @@ fn a_panic_that_the_program_catches_is_named_on_all_ranks() {
 
 /// A rank that leaves out a step with `continue` makes the next one with the others, which are a step ahead.
 #[test]
-fn the_logs_of_ranks_with_different_numbers_of_steps_say_so() {
-    const NAME: &str = "shared::step::errors::the_logs_of_ranks_with_different_numbers_of_steps_say_so";
-    if !is_child() {
-        assert!(Process::start(NAME, &[]).end().success());
-        return;
-    }
-    logged::record();
-    ranks(2, |group| {
+fn a_mismatch_says_where_in_the_training_each_rank_is() {
+    let lines = Mutex::new([0; 2]);
+    let errors = ranks(2, |group| {
         let rank = group.rank();
+        let at = |line| lines.lock().unwrap()[rank] = line;
         let (model, ddp) = DataParallel::new(group, Branches::new()).unwrap();
-        let error = (0..6).filter(|batch| (rank, *batch) != (1, 2)).find_map(|batch| {
+        let run = |batch| {
+            at(line!() + 1);
             ddp.run(&model, [batch], |model, batch| (model.loss(values([1, 5], batch), false), 1)).err()
-        });
-        let error = error.unwrap_or_else(|| ddp.mean(&[1.0], 1).unwrap_err());
-        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        };
+        let error = (0..6).filter(|batch| (rank, *batch) != (1, 2)).find_map(run);
+        error.unwrap_or_else(|| {
+            at(line!() + 1);
+            ddp.mean(&[1.0], 1).unwrap_err()
+        })
     });
-    for expected in ["rank 0 was in training step 6; ", "rank 1 had made 5 training steps; "] {
-        assert!(logged::lines().iter().any(|line| line.starts_with(expected)), "{:?}", logged::lines());
+    let [run, mean] = lines.into_inner().unwrap().map(|line| format!("{}:{line}", file!()));
+    for error in errors {
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        let error = error.to_string();
+        for expected in [
+            format!("DataParallel::run at {run}, after 5 training steps"),
+            format!("DataParallel::mean at {mean}, after 5 training steps"),
+            "a rank without samples for a step calls `skip`".into(),
+        ] {
+            assert!(error.contains(&expected), "{expected}: {error}");
+        }
     }
 }
 

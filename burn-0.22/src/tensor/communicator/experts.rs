@@ -6,7 +6,7 @@ use burn::tensor::{Int, Tensor};
 
 use super::{DeviceCommunicator, GatherInput, Routing, destroyed};
 use crate::tensor::operation;
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{call_site, go_on, lock};
 use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_tensor::Sizes;
 
@@ -37,6 +37,7 @@ impl DeviceCommunicator {
     ///
     /// # Errors
     /// As [`all_gather_v_list`](Self::all_gather_v_list).
+    #[track_caller]
     pub fn dispatch<const D: usize, K: Kind>(
         &self,
         hidden_states: Tensor<D>,
@@ -44,6 +45,7 @@ impl DeviceCommunicator {
         is_sequence_parallel: bool,
         extra_tensors: Vec<Tensor<D, K>>,
     ) -> Result<(Tensor<D>, Tensor<D>, Vec<Tensor<D, K>>), Error> {
+        let _call = go_on(call_site());
         let (group, metadata) = self.expert_groups(is_sequence_parallel)?;
         if group.world_size() == 1 {
             return Ok((hidden_states, router_logits, extra_tensors));
@@ -79,11 +81,13 @@ impl DeviceCommunicator {
     /// # Errors
     /// Those of [`operation::reduce_scatter_v`]. [`Error::InvalidArgument`]
     /// also if nothing was dispatched, or after [`destroy`](Self::destroy).
+    #[track_caller]
     pub fn combine<const D: usize>(
         &self,
         hidden_states: Tensor<D>,
         is_sequence_parallel: bool,
     ) -> Result<Tensor<D>, Error> {
+        let _call = go_on(call_site());
         let (group, _) = self.expert_groups(is_sequence_parallel)?;
         if group.world_size() == 1 {
             return Ok(hidden_states);
@@ -103,7 +107,9 @@ impl DeviceCommunicator {
     /// # Errors
     /// [`Error::InvalidArgument`] for an expert outside `0..count` or after [`destroy`](Self::destroy); otherwise the
     /// errors of [`Group::all_to_all_v`].
+    #[track_caller]
     pub fn route(&self, experts: Tensor<2, Int>, count: usize, is_sequence_parallel: bool) -> Result<Routing, Error> {
+        let _call = go_on(call_site());
         let (group, metadata) = self.expert_groups(is_sequence_parallel)?;
         Routing::new(experts, count, metadata, group)
     }

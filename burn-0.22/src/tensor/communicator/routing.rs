@@ -4,6 +4,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::tensor::host::Source;
 use crate::tensor::{autodiff, operation};
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_tensor::{Order, Routes};
 
@@ -42,7 +43,9 @@ impl Routing {
     /// # Errors
     /// [`Error::InvalidArgument`] unless there is one row for each token; otherwise the errors of
     /// [`Group::all_to_all_v_into`].
+    #[track_caller]
     pub fn dispatch(&self, tokens: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let _call = self.group.enter("Routing::dispatch");
         let order = self.routes.dispatch(tokens.dims()[0])?;
         self.exchange(tokens, order, operation::all_to_all_v)
     }
@@ -53,7 +56,9 @@ impl Routing {
     ///
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
+    #[track_caller]
     pub fn combine(&self, results: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let _call = self.group.enter("Routing::combine");
         let order = self.routes.combine(results.dims()[0])?;
         self.exchange(results, order, operation::all_to_all_v)
     }
@@ -65,7 +70,9 @@ impl Routing {
     ///
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
+    #[track_caller]
     pub fn dispatch_tracked(&self, tokens: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let _call = self.group.enter("Routing::dispatch_tracked");
         let order = self.routes.dispatch(tokens.dims()[0])?;
         self.exchange(tokens, order, autodiff::all_to_all_v)
     }
@@ -77,7 +84,9 @@ impl Routing {
     ///
     /// # Panics
     /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
+    #[track_caller]
     pub fn combine_tracked(&self, results: Tensor<2>) -> Result<Tensor<2>, Error> {
+        let _call = self.group.enter("Routing::combine_tracked");
         let order = self.routes.combine(results.dims()[0])?;
         self.exchange(results, order, autodiff::all_to_all_v)
     }

@@ -18,7 +18,8 @@ use super::status::GroupStatus;
 pub(super) enum Frame {
     /// A message of the sending rank itself.
     Own(Message),
-    /// To rank 0: an invitation to relay to rank `to`, or a failure to relay to all ranks.
+    /// To rank 0: an invitation, or a question where a rank is, or the answer, to relay to rank `to`; or a failure to
+    /// relay to all ranks.
     Relay { to: Option<u32>, message: Message },
     /// From rank 0: a relayed message of rank `from`. Rank 0 fills in the rank on whose connection the message arrived.
     /// From any other rank this frame is an error, so no rank can speak for another one.

@@ -63,7 +63,8 @@ mod tests {
         let seconds = Duration::from_secs;
         let failure = |elapsed| {
             let call = Call::new(Operation::Barrier, DType::U8, 0);
-            Error::Timeout { site: Site { call, sequence: 1 }, rank: 0, missing: vec![2], elapsed: seconds(elapsed) }
+            let site = Site { call, sequence: 1 };
+            Error::Timeout { site, rank: 0, missing: vec![2], elapsed: seconds(elapsed), whereabouts: Box::default() }
         };
         let of = |set: Option<u64>, deadline, elapsed| {
             let hang = HangTimeout::new(set.map(seconds), seconds(deadline), Some(&failure(elapsed)));

@@ -5,12 +5,14 @@ use serde::{Deserialize, Serialize};
 use super::invitation::Invitation;
 use super::shrink::{PeerEvent, ShrinkMessage};
 use super::status::GroupStatus;
-use crate::types::{Error, Fault, Site};
+use crate::types::{Error, Fault, Site, Whereabouts};
 
 /// A request from the threads that run operations to the control thread.
 pub(crate) enum ControlRequest {
     /// This rank makes no progress in this call. Asks all peers for theirs.
     Calling(Site),
+    /// This rank has waited for long. Asks a peer where it is in its program.
+    Locate(usize),
     /// This rank waits for others, which rank 0 has left. Connects it to them, if it is not.
     Meet,
     /// Sends this rank's call to a peer that asked before the call was made.
@@ -34,6 +36,10 @@ pub(crate) enum Message {
     Calling(Site),
     /// The answer: the sender's call, at once or when the sender makes it.
     Called(Site),
+    /// The sender has waited for long. Asks where the receiver is in its program.
+    Locate,
+    /// The answer. It does not wait until the receiver makes a call.
+    Located(Whereabouts),
     /// The error that poisoned the sender's group, and how many collectives the sender had completed.
     Failed(Error, u64),
     ShrinkMessage(ShrinkMessage),
@@ -50,6 +56,8 @@ pub(crate) fn apply_message(status: &GroupStatus, peer: usize, message: Message)
         Message::Heartbeat => {}
         Message::Calling(site) => return status.record_call(peer, site, true).map(Message::Called),
         Message::Called(site) => drop(status.record_call(peer, site, false)),
+        Message::Locate => return status.own_whereabouts().map(Message::Located),
+        Message::Located(whereabouts) => status.set_whereabouts(peer, whereabouts),
         Message::Failed(error, completed) => status.fail(Fault::Failed(error), completed),
         Message::ShrinkMessage(_) => status.set_shrinking(peer),
         Message::Invites(invitation) => status.add_invitation(peer, invitation),

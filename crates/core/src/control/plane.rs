@@ -255,11 +255,21 @@ impl Control {
         }
     }
 
+    /// Sends a message to one rank, if there is a path to it.
+    fn tell(&mut self, peer: usize, message: Message) {
+        if let Connection::Open(writer) = &self.connections[peer] {
+            writer.send(Frame::Own(message));
+        } else if let Some(hub) = self.hub() {
+            hub.send(Frame::Relay { to: Some(peer as u32), message });
+        }
+    }
+
     /// Handles a request from the threads that run operations.
     fn handle_outgoing(&mut self, outgoing: ControlRequest) {
         match outgoing {
             ControlRequest::Calling(site) => self.ask(site),
             ControlRequest::Called(peer, site) => self.answer(peer, site),
+            ControlRequest::Locate(peer) => self.tell(peer, Message::Locate),
             ControlRequest::Meet => {
                 if self.star.as_ref().is_some_and(|star| star.hub == Hub::Left) {
                     self.form_mesh();

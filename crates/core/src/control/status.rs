@@ -4,13 +4,13 @@ use std::io::Write;
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::invitation::{Endpoint, Invitation, Invitations};
 use crate::auth::LostPackets;
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
-use crate::types::{Call, Error, Fault, Site};
+use crate::types::{Call, Error, Fault, Locate, Site, Whereabouts};
 
 /// What a rank knows of its group: failures, its peers and their calls, and connections and invitations to take.
 pub(crate) struct GroupStatus {
@@ -25,6 +25,8 @@ pub(crate) struct GroupStatus {
     activity: Box<[AtomicBool]>,
     /// Wakes a thread that waits elsewhere. Called when a peer fails or leaves.
     alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// Tells where this rank is in its program.
+    own: OnceLock<Arc<dyn Locate>>,
 }
 
 struct StatusData {
@@ -53,6 +55,8 @@ struct Peer {
     last_call: Option<Site>,
     /// Whether the peer asked about an operation that this rank has not begun.
     awaits_call: bool,
+    /// Where the peer was when it was asked last.
+    whereabouts: Option<Whereabouts>,
     /// Whether the peer has called `shrink`: it takes part in no operation any more.
     shrinking: bool,
 }
@@ -95,6 +99,7 @@ impl GroupStatus {
             activity: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             wake: UnixStream::pair()?,
             alarm: OnceLock::new(),
+            own: OnceLock::new(),
         })
     }
 
@@ -110,6 +115,11 @@ impl GroupStatus {
         if let Some(alarm) = self.alarm.get() {
             alarm();
         }
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.activity.len()
     }
 
     /// Records that this rank begins an operation. Returns the peers that asked about it before.
@@ -316,6 +326,29 @@ impl GroupStatus {
         mine.filter(|_| asks)
     }
 
+    /// Sets what tells where this rank is in its program. Called once.
+    pub fn locate_by(&self, own: Arc<dyn Locate>) {
+        // It is never set twice.
+        let _ = self.own.set(own);
+    }
+
+    /// Returns where this rank is. `None` before it has its group.
+    pub fn own_whereabouts(&self) -> Option<Whereabouts> {
+        self.own.get().map(|own| own.whereabouts())
+    }
+
+    /// Records where `peer` is.
+    pub fn set_whereabouts(&self, peer: usize, whereabouts: Whereabouts) {
+        self.state().peers[peer].whereabouts = Some(whereabouts.bounded());
+        self.bell.ring();
+    }
+
+    /// Returns where those of these ranks are that have told it.
+    pub fn whereabouts(&self, ranks: &[usize]) -> Vec<(usize, Whereabouts)> {
+        let state = self.state();
+        ranks.iter().filter_map(|rank| Some((*rank, state.peers[*rank].whereabouts.clone()?))).collect()
+    }
+
     /// Records the calls of many ranks. Ranks that do not exist are ignored.
     pub fn record_calls(&self, calls: &[(Site, Vec<u32>)]) {
         let mut state = self.state();
@@ -404,5 +437,9 @@ impl StatusData {
 pub(crate) fn find_mismatch(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
     let calls: Option<Vec<(usize, Call)>> = calls.iter().enumerate().map(|(r, call)| Some((r, (*call)?))).collect();
     let calls = calls?;
-    calls.iter().any(|(_, call)| *call != calls[0].1).then_some(Error::Mismatch { sequence, calls })
+    calls.iter().any(|(_, call)| *call != calls[0].1).then_some(Error::Mismatch {
+        sequence,
+        calls,
+        note: String::new(),
+    })
 }

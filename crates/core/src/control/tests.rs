@@ -4,7 +4,7 @@ use super::connection::Frame;
 use super::invitation::{Endpoint, Invitation};
 use super::message::Message;
 use super::shrink::{Membership, ShrinkMessage};
-use crate::types::{Call, DType, Error, Operation, ReduceOp, Site};
+use crate::types::{Call, DType, Error, Operation, ProgramCall, ReduceOp, Site, Whereabouts};
 
 #[test]
 fn fuzz_messages() {
@@ -19,12 +19,21 @@ fn fuzz_messages() {
     };
     let site = Site { call, sequence: 300 };
     let elapsed = Duration::from_millis(1500);
+    let called = |function: &str| ProgramCall { function: function.into(), at: "src/main.rs:57".into() };
+    let whereabouts = Whereabouts {
+        calls: vec![called("sync")],
+        waits: true,
+        background: vec![called("Checkpoints::save_in_background")],
+        last: Some(called("all_reduce")),
+        since: elapsed,
+        progress: "after 5 training steps".into(),
+    };
     let errors = [
         Error::argument("broadcast", "no"),
         Error::Config("no".into()),
         Error::Rendezvous { rank: 1, address: "10.0.0.1:29500".into(), reason: "late".into(), elapsed },
-        Error::Mismatch { sequence: 300, calls: vec![(0, call), (1, Call { count: 1001, ..call })] },
-        Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed },
+        Error::Mismatch { sequence: 300, calls: vec![(0, call), (1, Call { count: 1001, ..call })], note: "no".into() },
+        Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed, whereabouts: [(0, whereabouts.clone())].into() },
         Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "ended".into(), elapsed },
         Error::Disconnected { site, rank: 1, peer: 2, reason: "it was closed".into(), elapsed },
         Error::Left { site, rank: 3 },
@@ -39,7 +48,8 @@ fn fuzz_messages() {
     );
     let endpoint = Endpoint { port: 1, key: 7 };
     messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], endpoint }));
-    messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site)]);
+    messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site), Message::Locate]);
+    messages.push(Message::Located(whereabouts));
     messages.extend([false, true].map(|panicked| Message::Goodbye { panicked }));
     let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();
     let message = || Message::Calling(site);

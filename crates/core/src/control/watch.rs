@@ -9,13 +9,15 @@ use super::message::ControlRequest;
 use super::status::{GroupStatus, find_mismatch};
 use crate::auth::LostPackets;
 use crate::sync::{Deadline, MIN_SLEEP, STALL_TIMEOUT, SlowWaitWarning};
-use crate::types::{Call, Error, Fault, RankList, Site};
+use crate::types::{Call, Error, Fault, Places, RankList, Site, asked};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
 /// How long an operation in which rank 0 has left may stall before the others connect to each other. Most likely it is
 /// the last one, and complete in less time even where many ranks share few processors.
 const MOMENT: Duration = Duration::from_secs(2);
+/// How long peers may take to say where they are.
+const ANSWER: Duration = Duration::from_secs(1);
 /// Interval between two checks for answers after a stall.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -31,6 +33,8 @@ pub(crate) struct Watch<'a> {
     /// Since when it is known, in a stalled operation, that rank 0 has left.
     left: Option<Instant>,
     slow_wait: SlowWaitWarning<'a>,
+    /// How often the peers were asked where they are: before the warning, and before the deadline.
+    asked: usize,
 }
 
 impl<'a> Watch<'a> {
@@ -50,6 +54,7 @@ impl<'a> Watch<'a> {
             stalled: false,
             left: None,
             slow_wait: SlowWaitWarning::until(deadline),
+            asked: 0,
         }
     }
 
@@ -112,15 +117,42 @@ impl<'a> Watch<'a> {
         if self.is_collective()
             && let Some(error) = find_mismatch(self.tag.sequence, &self.calls())
         {
-            return Err(Fault::Failed(error));
+            return Err(self.mismatch(error));
         }
         let missing = self.missing(peer);
         if self.deadline.passed() {
             return Err(Fault::Timeout { missing });
         }
-        let tag = self.tag;
-        self.slow_wait.warn(self.rank, || format!("in {tag} for {}", RankList(&missing)));
+        self.locate(&missing);
+        if self.slow_wait.is_due() && (self.are_located(&missing) || self.slow_wait.is_overdue(ANSWER)) {
+            let (tag, status, rank) = (self.tag, self.status, self.rank);
+            self.slow_wait.warn(rank, || {
+                let mut known = status.whereabouts(&asked(&missing, status.world_size()));
+                known.extend(status.own_whereabouts().map(|own| (rank, own)));
+                known.sort_by_key(|(rank, _)| *rank);
+                let places = if known.is_empty() { String::new() } else { format!(": {}", Places(&known)) };
+                format!("in {tag} for {}{places}", RankList(&missing))
+            });
+        }
         Ok(())
+    }
+
+    /// Asks the peers where they are in their programs, when the warning is due and again before the deadline.
+    fn locate(&mut self, missing: &[usize]) {
+        let due = [self.slow_wait.is_due(), self.deadline.remaining() <= ANSWER.min(self.deadline.tenth())];
+        if due.get(self.asked).is_some_and(|due| *due) {
+            self.asked += 1;
+            let mut asked = asked(missing, self.status.world_size());
+            asked.retain(|peer| *peer != self.rank);
+            self.ask_where(&asked);
+        }
+    }
+
+    /// Whether the missing ranks have answered, those that were asked.
+    fn are_located(&self, missing: &[usize]) -> bool {
+        let world_size = self.status.world_size();
+        let of_missing: Vec<_> = asked(missing, world_size).into_iter().filter(|rank| missing.contains(rank)).collect();
+        self.status.whereabouts(&of_missing).len() == of_missing.len()
     }
 
     /// The ranks for which this operation waits: those that have not begun it, or if all have, `peer`.
@@ -163,13 +195,32 @@ impl<'a> Watch<'a> {
             return fault;
         }
         let calls = self.calls();
-        find_mismatch(self.tag.sequence, &calls).map(Fault::Failed).unwrap_or_else(|| {
+        let error = find_mismatch(self.tag.sequence, &calls).unwrap_or_else(|| {
             let mut calls: Vec<_> = calls.iter().enumerate().filter_map(|(r, call)| Some((r, (*call)?))).collect();
             calls.retain(|(rank, _)| seen.iter().all(|(other, _)| other != rank));
             calls.extend(seen);
             calls.sort_by_key(|(rank, _)| *rank);
-            Fault::Failed(Error::Mismatch { sequence: self.tag.sequence, calls })
-        })
+            Error::Mismatch { sequence: self.tag.sequence, calls, note: String::new() }
+        });
+        self.mismatch(error)
+    }
+
+    /// Returns the fault of ranks that disagree, once those that called something else have said where they are. They
+    /// are still there: they wait for the same answers, or for this rank's error.
+    pub fn mismatch(&self, error: Error) -> Fault {
+        let others = error.others(&self.tag.call);
+        let asked: Vec<_> = asked(&others, self.status.world_size()).into_iter().filter(|r| *r != self.rank).collect();
+        self.ask_where(&asked);
+        let until = Instant::now() + ANSWER.min(self.deadline.remaining());
+        let answered = || self.status.whereabouts(&asked).len() == asked.len();
+        self.status.sleep(until, || self.status.failure_in(self.tag).is_some() || answered());
+        self.status.failure_in(self.tag).unwrap_or(Fault::Failed(error))
+    }
+
+    fn ask_where(&self, ranks: &[usize]) {
+        for peer in ranks {
+            let _ = self.control.send(ControlRequest::Locate(*peer));
+        }
     }
 
     /// Returns the fault of this operation after its data connection to `peer`, and no more than that, broke. If ranks

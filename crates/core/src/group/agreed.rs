@@ -1,8 +1,9 @@
 //! Operations whose data the group does not carry: its ranks agree on the call, and another library moves the data.
 
 mod message;
+#[cfg(test)]
+mod tests;
 
-use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -14,6 +15,7 @@ use super::check;
 use super::core::Core;
 use super::execute::Task;
 use super::handle::{Attachment, Group};
+use super::journal::{Entered, Waiting, call_site};
 use super::progress::Work;
 use super::record::CallSite;
 use super::request::Request;
@@ -69,6 +71,26 @@ pub trait AgreedOperations {
         run: impl FnOnce(P, u64, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error>;
 
+    /// Enters a function of the layer above, until the result is dropped: errors of ranks that wait for this one, and
+    /// traces, name it and the line where the program calls it. Within another such function it is a part of that one.
+    /// The caller, and what calls it, are `#[track_caller]` up to the program.
+    fn enter(&self, function: &'static str) -> Entered;
+
+    /// As [`enter`](Self::enter), of a function that the program has called `at` this place.
+    fn enter_at(&self, function: &'static str, at: CallSite) -> Entered;
+
+    /// Enters a function that the program has called `at` this place, and that goes on here, on a thread of the layer
+    /// above and in this group.
+    fn enter_behind(&self, function: &'static str, at: CallSite) -> Entered;
+
+    /// Says that this thread waits for one of the layer above that is in an operation of the group, until the result is
+    /// dropped.
+    fn waits(&self) -> Waiting;
+
+    /// Says how far this rank's program has come, for the errors of ranks that disagree with it or wait for it: a text
+    /// such as `after 5 training steps`.
+    fn set_progress(&self, progress: String);
+
     /// Gathers a value from every rank. Returns all values in rank order, or the error of the lowest rank that has one:
     /// the same result on all ranks.
     fn all_gather_results<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error>;
@@ -89,6 +111,12 @@ pub trait AgreedOperations {
 
     /// Returns how often this rank has called [`rewind`](Self::rewind), on this group, a subgroup or a group around it.
     fn rewinds(&self) -> u64;
+
+    /// Says that this rank begins to save what the ranks of this group do, which all of them must call.
+    fn begin_save(&self);
+
+    /// Returns how often this rank has called [`begin_save`](Self::begin_save).
+    fn saves(&self) -> u64;
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
@@ -155,7 +183,7 @@ impl AgreedOperations for Group {
         propose: impl FnOnce(&mut P) -> Option<u64> + Send + 'static,
         run: impl FnOnce(P, Option<u64>, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error> {
-        let at = Location::caller();
+        let at = call_site();
         let agree = move |core: &Core, turn: &Turn<'_>, mut prepared, deadline: &Deadline| {
             let sequence = agree(core, turn, call, deadline, at)?;
             match propose(&mut prepared) {
@@ -177,7 +205,7 @@ impl AgreedOperations for Group {
         prepare: impl FnOnce() -> Result<(P, u64), Error> + Send + 'static,
         run: impl FnOnce(P, u64, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error> {
-        let at = Location::caller();
+        let at = call_site();
         let (operation, Some((_, call))) = (message_name(outgoing, incoming), outgoing.or(incoming)) else {
             return Err(Error::broken("a message", "it goes to no rank, and comes from none"));
         };
@@ -189,6 +217,27 @@ impl AgreedOperations for Group {
             Ok((sequence, (prepared, word)))
         };
         start(self, call, prepare, agree, |(prepared, word), site, deadline| run(prepared, word, site, deadline))
+    }
+
+    #[track_caller]
+    fn enter(&self, function: &'static str) -> Entered {
+        self.enter_at(function, call_site())
+    }
+
+    fn enter_at(&self, function: &'static str, at: CallSite) -> Entered {
+        self.core.journal.enter(function, at)
+    }
+
+    fn enter_behind(&self, function: &'static str, at: CallSite) -> Entered {
+        self.core.journal.enter_behind(function, at, &self.core.operations)
+    }
+
+    fn waits(&self) -> Waiting {
+        Waiting::begin(&self.core.operations)
+    }
+
+    fn set_progress(&self, progress: String) {
+        self.core.journal.set_progress(progress);
     }
 
     #[track_caller]
@@ -232,6 +281,15 @@ impl AgreedOperations for Group {
 
     fn rewinds(&self) -> u64 {
         outermost(self).core.rewinds.load(Ordering::Relaxed)
+    }
+
+    fn begin_save(&self) {
+        // Relaxed: it orders nothing else.
+        self.core.saves.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn saves(&self) -> u64 {
+        self.core.saves.load(Ordering::Relaxed)
     }
 
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
@@ -283,7 +341,7 @@ fn agree(core: &Core, turn: &Turn<'_>, call: Call, deadline: &Deadline, at: Call
     }
     let decoded = calls.iter().map(Site::from_bytes).enumerate();
     let calls = decoded.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
-    Err(core.abort(Error::Mismatch { sequence, calls }))
+    Err(core.abort(Error::Mismatch { sequence, calls, note: String::new() }))
 }
 
 /// Exchanges the numbers that the ranks propose for this call. Returns the sequence number of the exchange, and the
@@ -301,133 +359,4 @@ fn largest(
     let buffers = Buffers { input: None, output: cast_slice_mut(&mut all), parts: Parts::Even };
     let sequence = core.run_for(turn, Some(call), gather, Task::Collective(buffers), deadline, at)?;
     Ok((sequence, all.into_iter().max().unwrap_or(own)))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use super::*;
-    use crate::types::ReduceOp;
-
-    fn all_reduce(count: usize) -> Call {
-        Call {
-            operation: Operation::AllReduce,
-            dtype: DType::F32,
-            count,
-            reduction: Some(ReduceOp::Sum),
-            root: None,
-            sizes: None,
-        }
-    }
-
-    /// Runs one agreed operation on `n` ranks, which prepare and run as the two functions say, and returns the results.
-    fn run_agreed(
-        n: usize,
-        call: impl Fn(usize) -> Call + Copy + Send + 'static,
-        prepare: impl Fn(usize) -> Result<usize, Error> + Copy + Send + 'static,
-        run: impl Fn(usize) -> Result<usize, Error> + Copy + Send + 'static,
-    ) -> Vec<Result<Option<usize>, Error>> {
-        let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
-            thread::spawn(move || {
-                let rank = group.rank();
-                group.barrier().unwrap();
-                let started =
-                    group.start_agreed(call(rank), move || prepare(rank), |_| None, move |it, _, _, _| run(it))?;
-                let mut result = None;
-                started.wait(|it, _| {
-                    result = Some(it);
-                    Ok(())
-                })?;
-                Ok(result)
-            })
-        });
-        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
-    }
-
-    #[test]
-    fn each_rank_runs_with_its_prepared_value() {
-        let results = run_agreed(3, |_| all_reduce(5), |rank| Ok(rank * 10), |it| Ok(it + 1));
-        assert_eq!(results, [Ok(Some(1)), Ok(Some(11)), Ok(Some(21))]);
-    }
-
-    #[test]
-    fn different_calls_are_a_mismatch_that_lists_all_calls() {
-        let results = run_agreed(3, |rank| all_reduce(5 + rank / 2), Ok, |_| panic!("it must not run"));
-        let calls = vec![(0, all_reduce(5)), (1, all_reduce(5)), (2, all_reduce(6))];
-        for result in results {
-            assert_eq!(result, Err(Error::Mismatch { sequence: 1, calls: calls.clone() }));
-        }
-    }
-
-    #[test]
-    fn a_failed_prepare_or_run_does_not_hang_peers() {
-        let cause = || Error::argument("test", "on purpose");
-        let fails = move |rank| if rank == 1 { Err(cause()) } else { Ok(rank) };
-        assert_eq!(run_agreed(2, |_| all_reduce(1), fails, Ok), [Err(cause()), Err(cause())]);
-        let late = run_agreed(2, |_| all_reduce(1), Ok, fails);
-        assert_eq!(late[1], Err(cause()));
-    }
-
-    #[test]
-    fn the_largest_proposed_number_reaches_all_ranks() {
-        let ranks = Group::threads(3).unwrap().into_iter().map(|group| {
-            thread::spawn(move || {
-                let rank = group.rank() as u64;
-                let mut results = Vec::new();
-                for round in 0..3 {
-                    let propose = move |prepared: &mut u64| Some(*prepared + (rank + round) % 3);
-                    let run = |prepared, largest, _: &Site, _: &Deadline| Ok((prepared, largest));
-                    let started = group.start_agreed(all_reduce(1), move || Ok(10 * round), propose, run)?;
-                    started.wait(|result, _| {
-                        results.push(result);
-                        Ok(())
-                    })?;
-                }
-                Ok::<_, Error>(results)
-            })
-        });
-        for rank in ranks.collect::<Vec<_>>() {
-            assert_eq!(rank.join().unwrap(), Ok(vec![(0, Some(2)), (10, Some(12)), (20, Some(22))]));
-        }
-    }
-
-    #[test]
-    fn tell_all_returns_all_values_or_the_first_error() {
-        let run = |n: usize, bad: &'static [usize]| {
-            let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
-                thread::spawn(move || {
-                    let rank = group.rank();
-                    let own =
-                        if bad.contains(&rank) { Err(Error::Config(rank.to_string())) } else { Ok(vec![rank; rank]) };
-                    group.all_gather_results(own)
-                })
-            });
-            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
-        };
-        assert!(run(3, &[]).iter().all(|all| *all == Ok(vec![vec![], vec![1], vec![2, 2]])));
-        assert!(run(3, &[1, 2]).iter().all(|all| *all == Err(Error::Config("1".into()))));
-    }
-
-    #[test]
-    fn a_rank_that_abandons_the_group_does_not_hang_peers() {
-        let mut groups = Group::threads(2).unwrap();
-        let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
-        let cause = Error::argument("test", "on purpose");
-        let waiting = thread::spawn(move || zero.all_reduce(&mut [1.0f32; 1000], ReduceOp::Sum));
-        one.abandon(cause.clone());
-        assert_eq!(waiting.join().unwrap(), Err(cause.clone()));
-        assert_eq!(one.barrier(), Err(cause));
-    }
-
-    #[test]
-    fn abandoning_at_once_ends_an_operation_that_others_have_not_begun() {
-        let mut groups = Group::threads(2).unwrap();
-        let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
-        let cause = Error::argument("test", "on purpose");
-        let started = one.start_all_reduce(vec![1.0f32; 1000], ReduceOp::Sum).unwrap();
-        one.abandon_at_once(cause.clone());
-        assert_eq!(started.wait().unwrap_err().0, cause);
-        assert_eq!(zero.barrier(), Err(cause));
-    }
 }

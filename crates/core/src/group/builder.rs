@@ -126,15 +126,16 @@ impl Builder {
         #[cfg(unix)]
         interrupt::set_stop(self.stop);
         let limits = (self.deadline, self.hang_timeout);
-        let group =
-            |local| Group::of(Core::new(GroupEndpoint::threads(local, session), self.algorithms.clone()), limits, None);
+        let group = |local| {
+            Group::of(Core::new(GroupEndpoint::threads(local, session), self.algorithms.clone(), None), limits, None)
+        };
         Ok(ThreadEndpoint::group(world_size).into_iter().map(group).collect())
     }
 
     /// Creates a group on a custom transport; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        let base = GroupEndpoint { transport, engines: Engines::None, session: None, regroup: None };
-        Group::of(Core::new(base, self.algorithms), (self.deadline, self.hang_timeout), None)
+        let base = GroupEndpoint { transport, engines: Engines::None, session: None, regroup: None, neighbours: None };
+        Group::of(Core::new(base, self.algorithms, None), (self.deadline, self.hang_timeout), None)
     }
 }
 
@@ -383,7 +384,7 @@ impl Builder {
                 settings.kind = TransportKind::Tcp;
             }
             settings.algorithms = self.algorithms.to_string();
-            let core = Core::new(crate::rendezvous::connect(&settings)?, self.algorithms);
+            let core = Core::new(crate::rendezvous::connect(&settings)?, self.algorithms, None);
             Group::of(core, (self.deadline, self.hang_timeout), None)
         };
         interrupt::set_stop(self.stop);

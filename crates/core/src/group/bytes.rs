@@ -1,10 +1,9 @@
 //! Operations on bytes, on which the typed operations and those on tensors are built.
 
-use std::panic::Location;
-
 use super::check;
 use super::execute::{Pairs, Task};
 use super::handle::Group;
+use super::journal::call_site;
 use super::progress::Work;
 use super::request::Request;
 use crate::sync::Deadline;
@@ -136,7 +135,7 @@ impl ByteOperations for Group {
         bytes: impl for<'a> FnOnce(&'a mut B) -> Result<&'a mut [u8], Error> + Send + 'static,
     ) -> Result<Work<B>, Error> {
         let call = request.in_place(self.world_size(), count)?;
-        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let (deadline, at) = (Deadline::after(self.deadline()), call_site());
         Ok(self.progress()?.start(&self.core, call, deadline, buffer, move |core, turn, buffer| {
             let output = bytes(buffer).and_then(|output| {
                 let found = request.len(output)?;
@@ -155,7 +154,7 @@ impl Group {
     #[track_caller]
     #[inline]
     fn perform(&self, call: Call, task: Task<'_>) -> Result<(), Error> {
-        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let (deadline, at) = (Deadline::after(self.deadline()), call_site());
         let turn = self.core.turn(call, &deadline)?;
         self.core.run(&turn, call, task, &deadline, at).map(drop)
     }

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::execute::{Executor, Task};
+use super::journal::{Journal, Operations, Waiting};
 use super::record::CallSite;
-use super::recorder::Recorder;
 use super::turn::{TicketLock, Turn};
 use super::workspace::Workspace;
 use crate::plan::Selection;
 use crate::sync::{Deadline, Mutex, lock};
-use crate::transport::{GroupEndpoint, Regroup};
-use crate::types::{Call, Error, Fault, Site};
+use crate::transport::{GroupEndpoint, Neighbours, Regroup};
+use crate::types::{Call, Error, Fault, Locate, Places, Site, Whereabouts, asked};
 
 /// State shared by the handles and the started operations of a group.
 pub struct Core {
@@ -24,19 +24,29 @@ pub struct Core {
     failure: OnceLock<Error>,
     /// See `AgreedOperations::rewinds`. Only the outermost group counts.
     pub(super) rewinds: AtomicU64,
+    /// See `AgreedOperations::saves`.
+    pub(super) saves: AtomicU64,
     /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
     pub(super) regroup: Option<Arc<dyn Regroup>>,
     /// Whether [`Group::shrink`](crate::Group::shrink) was called on this group.
     pub(super) shrunk: AtomicBool,
-    pub(super) recorder: Recorder,
+    pub(super) operations: Arc<Operations>,
+    /// What this rank is in, over this group and those around it.
+    pub(super) journal: Arc<Journal>,
+    neighbours: Option<Arc<dyn Neighbours>>,
     /// Whether this rank's trace was written to the folder `BONFIRE_TRACE`.
     pub(super) trace_saved: Mutex<bool>,
 }
 
 impl Core {
-    pub(super) fn new(base: GroupEndpoint, algorithms: Selection) -> Core {
-        let GroupEndpoint { transport, engines, session, regroup } = base;
+    /// The state of a new group. `around` is the journal of the group that it was made of, if there is one.
+    pub(super) fn new(base: GroupEndpoint, algorithms: Selection, around: Option<&Arc<Journal>>) -> Core {
+        let GroupEndpoint { transport, engines, session, regroup, neighbours } = base;
+        let operations = Arc::new(Operations::new());
+        let journal = around.cloned().unwrap_or_else(|| Journal::new(session));
+        journal.add(&operations);
+        neighbours.iter().for_each(|neighbours| neighbours.locate_by(journal.clone()));
         Core {
             workspace: Mutex::new(Workspace::new(transport.world_size())),
             completed: AtomicU64::new(0),
@@ -44,10 +54,13 @@ impl Core {
             queue: TicketLock::default(),
             failure: OnceLock::new(),
             rewinds: AtomicU64::new(0),
+            saves: AtomicU64::new(0),
             session,
             regroup,
             shrunk: AtomicBool::new(false),
-            recorder: Recorder::new(),
+            operations,
+            journal,
+            neighbours,
             trace_saved: Mutex::new(false),
         }
     }
@@ -81,7 +94,7 @@ impl Core {
         // The first operation that this rank has not completed.
         let site = Site { call, sequence: self.completed.load(Ordering::Relaxed) };
         let (rank, elapsed) = (self.rank(), deadline.elapsed());
-        self.poison(Error::Timeout { site, rank, missing: Vec::new(), elapsed })
+        self.poison(Error::Timeout { site, rank, missing: Vec::new(), elapsed, whereabouts: Box::default() })
     }
 
     /// Runs an operation whose turn it is. Returns its sequence number.
@@ -134,7 +147,7 @@ impl Core {
         }
         let mut workspace = lock(&self.workspace);
         let site = Site { call, sequence: workspace.number(call.operation, message) };
-        let entry = self.recorder.begin(&call, site.sequence, message, at, turn.begin(deadline));
+        let entry = self.operations.recorder.begin(&call, site.sequence, message, at, turn.begin(deadline));
         // From here on the peers count on this rank, so a panic must reach them too.
         let unwinding = Unwinding { core: self, site: &site };
         let result = operate(&mut workspace, &site);
@@ -142,12 +155,14 @@ impl Core {
         match result {
             Ok(result) => {
                 self.completed.store(workspace.sequence, Ordering::Relaxed);
-                self.recorder.done(entry);
+                self.operations.recorder.done(entry);
                 Ok(result)
             }
             Err(fault) => {
+                // The rank is still there, for what error and trace say of it.
+                let _here = Waiting::begin(&self.operations);
                 // Before the trace is written.
-                self.recorder.failed(entry);
+                self.operations.recorder.failed(entry);
                 // A mismatch names the calls that were compared.
                 let outer = outer.filter(|_| !matches!(fault, Fault::Unexpected { .. }));
                 let named = outer.unwrap_or(call);
@@ -187,8 +202,12 @@ impl Core {
     fn error(&self, site: Site, fault: Fault, deadline: &Deadline) -> Error {
         let (rank, elapsed) = (self.rank(), deadline.elapsed());
         match fault {
+            Fault::Failed(error @ Error::Mismatch { .. }) => self.explained(error, &site.call),
             Fault::Failed(error) => self.located(error),
-            Fault::Timeout { missing } => Error::Timeout { site, rank, missing, elapsed },
+            Fault::Timeout { missing } => {
+                let whereabouts = self.whereabouts(&missing).into();
+                Error::Timeout { site, rank, missing, elapsed, whereabouts }
+            }
             Fault::Left { peer } => Error::Left { site, rank: peer },
             Fault::Lost { peer, reason } => {
                 Error::PeerLost { site, peer, address: self.executor.transport.address(peer), reason, elapsed }
@@ -196,9 +215,31 @@ impl Core {
             Fault::Unexpected { peer, site: theirs } => {
                 let mut calls = vec![(rank, site.call), (peer, theirs.call)];
                 calls.sort_by_key(|(rank, _)| *rank);
-                Error::Mismatch { sequence: site.sequence, calls }
+                self.explained(Error::Mismatch { sequence: site.sequence, calls, note: String::new() }, &site.call)
             }
         }
+    }
+
+    /// Adds to a mismatch where the ranks are, unless another rank has done so.
+    fn explained(&self, mut error: Error, own: &Call) -> Error {
+        let known = self.whereabouts(&error.others(own));
+        if let Error::Mismatch { note, .. } = &mut error
+            && note.is_empty()
+            && known.len() > 1
+        {
+            *note = Places(&known).to_string();
+        }
+        error
+    }
+
+    /// Returns where the missing ranks are, this one, and others, as far as it is known.
+    fn whereabouts(&self, missing: &[usize]) -> Vec<(usize, Whereabouts)> {
+        let Some(neighbours) = &self.neighbours else { return Vec::new() };
+        let mut known = neighbours.whereabouts(&asked(missing, self.world_size()));
+        known.retain(|(rank, _)| *rank != self.rank());
+        known.push((self.rank(), self.journal.whereabouts()));
+        known.sort_by_key(|(rank, _)| *rank);
+        known
     }
 
     /// Adds this rank to an error that occurred here and that other ranks will see without its source.

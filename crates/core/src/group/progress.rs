@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 use super::core::Core;
+use super::journal::Waiting;
 use super::turn::Turn;
 use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Call, Error};
@@ -49,6 +50,7 @@ impl Progress {
         let operation = move || {
             let turn = core.queue.wait(ticket, &deadline);
             stage.store(BEGUN, Ordering::Release);
+            core.operations.started.store(true, Ordering::Relaxed);
             let result = catch_unwind(AssertUnwindSafe(|| match &turn {
                 Some(turn) => run(&core, turn, &mut buffer),
                 None => Err(core.miss_turn(call, &deadline)),
@@ -57,6 +59,7 @@ impl Progress {
                 // The peers make this call, and this rank may not have numbered it.
                 core.panicked(&call);
             }
+            core.operations.started.store(false, Ordering::Relaxed);
             drop(turn);
             // If the `Work` was dropped, the outcome is dropped too. The operation has completed anyway.
             let _ = done.send(result.map(|result| (result, buffer)));
@@ -119,6 +122,7 @@ impl<B> Work<B> {
     /// If the buffer's own code panicked during the operation.
     pub fn wait(self) -> Result<B, (Error, B)> {
         let Queued { core, call, deadline, stage } = self.queued;
+        let waiting = core.upgrade().map(|core| Waiting::begin(&core.operations));
         let outcome = self.outcome.recv_timeout(deadline.remaining()).or_else(|error| {
             // Once begun, the operation ends by its deadline on its own.
             if error == RecvTimeoutError::Timeout
@@ -129,6 +133,7 @@ impl<B> Work<B> {
             }
             self.outcome.recv()
         });
+        drop(waiting);
         match outcome {
             Ok(Ok((Ok(()), buffer))) => Ok(buffer),
             Ok(Ok((Err(error), buffer))) => Err((error, buffer)),

@@ -5,10 +5,10 @@ use std::panic::Location;
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::Call;
+use crate::types::{Call, Operation};
 
 /// Where user code called an operation.
-pub(crate) type CallSite = &'static Location<'static>;
+pub type CallSite = &'static Location<'static>;
 
 /// One operation in a [`Trace`](crate::trace::Trace).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,6 +30,16 @@ pub struct Record {
     pub ended_ns: Option<u64>,
     /// The call site, `file:line`.
     pub at: String,
+}
+
+impl Record {
+    /// Returns the name of the function that was called.
+    pub(super) fn function(&self) -> String {
+        match (self.call.operation, self.message) {
+            (Operation::Send, Some(Message { sends: false, .. })) => "recv".into(),
+            (operation, _) => format!("{operation}{}", if self.call.is_sized() { "_v" } else { "" }),
+        }
+    }
 }
 
 /// A message between two ranks, seen from one of them. An exchange is recorded as a message to its receiver, if it has

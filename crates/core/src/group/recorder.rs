@@ -10,7 +10,7 @@
 //!
 //! An operation is recorded from its turn on, not from its call, so operations that wait for their turn are not in the
 //! ring. Messages are recorded like collectives. The call site is where the program calls the public method
-//! (`#[track_caller]`), also if that is a method of a layer above, such as `DataParallel::sync`.
+//! (`#[track_caller]`), also if that is a method of a layer above, such as `DataParallel::sync`: see `journal`.
 //!
 //! # Clocks
 //!
@@ -146,6 +146,12 @@ impl Recorder {
         let mut records: Vec<_> = self.slots.iter().filter_map(Slot::read).collect();
         records.sort_by_key(|record| record.number);
         records
+    }
+
+    /// Returns the operation that was begun last, if there is one.
+    pub fn last(&self) -> Option<Record> {
+        // Relaxed: the slot says itself which operation it has.
+        self.slot(self.begun.load(Ordering::Relaxed).checked_sub(1)?).read()
     }
 
     fn slot(&self, number: u64) -> &Slot {

@@ -6,6 +6,7 @@ use super::core::Core;
 use super::handle::Group;
 #[cfg(unix)]
 use super::interrupt;
+use super::journal::{Waiting, call_site};
 use crate::control::hang::HangTimeout;
 #[cfg(unix)]
 use crate::report;
@@ -56,7 +57,10 @@ impl Group {
     /// are alive did not call this by the deadline. [`Error::InvalidArgument`] on a group on MPI or on a [custom
     /// transport](Self::on), or that was shrunk before. [`Error::Io`] if the system refuses a socket or a thread.
     /// [`Error::Broken`] if this rank cannot connect to the other survivors.
+    #[track_caller]
     pub fn shrink(&self) -> Result<Group, Error> {
+        let _call = self.core.journal.enter("Group::shrink", call_site());
+        let _waits = Waiting::begin(&self.core.operations);
         let deadline = Deadline::after(self.deadline());
         let regroup = self.regroup("shrink")?;
         let busy = || Error::Shrink { rank: self.rank(), why: ShrinkError::Busy, elapsed: deadline.elapsed() };
@@ -72,7 +76,8 @@ impl Group {
         let base = base?;
         // Relaxed: read and written in this rank's turn only.
         self.core.shrunk.store(true, Ordering::Relaxed);
-        let group = Group::of(Core::new(base, self.core.executor.algorithms.clone()), self.limits(), None);
+        let core = Core::new(base, self.core.executor.algorithms.clone(), Some(&self.core.journal));
+        let group = Group::of(core, self.limits(), None);
         #[cfg(unix)]
         interrupt::inherit(&self.core, &group.core);
         Ok(group)

@@ -4,13 +4,12 @@
 //! one of a subgroup. Between processes a subgroup costs a control thread and connections to its neighbours; between
 //! threads only counters and exchange slots.
 
-use std::panic::Location;
-
 use super::check;
 use super::core::Core;
 use super::handle::{Group, Lineage};
 #[cfg(unix)]
 use super::interrupt;
+use super::journal::call_site;
 use super::record::CallSite;
 use crate::sync::Deadline;
 use crate::transport::{GroupEndpoint, Regroup};
@@ -140,10 +139,10 @@ impl Group {
     /// Creates a group of `members`, this rank among them, with ranks in that order.
     #[track_caller]
     fn form(&self, members: Vec<usize>, deadline: &Deadline) -> Result<Group, Error> {
-        let at = Location::caller();
+        let at = call_site();
         let regroup = self.regroup("subgroup")?;
         let base = self.core.invite(&members, regroup, deadline, at)?;
-        let core = Core::new(base, self.core.executor.algorithms.clone());
+        let core = Core::new(base, self.core.executor.algorithms.clone(), Some(&self.core.journal));
         let group = Group::of(core, self.limits(), Some(Lineage { parent: self.clone(), members }));
         #[cfg(unix)]
         interrupt::inherit(&self.core, &group.core);

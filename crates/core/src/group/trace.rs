@@ -22,7 +22,7 @@ use super::core::Core;
 use super::record::{Record, State};
 use super::recorder::CAPACITY;
 use crate::sync::lock;
-use crate::types::Error;
+use crate::types::{Error, Locate, Whereabouts};
 
 /// Version of the format.
 const VERSION: u32 = 1;
@@ -41,6 +41,10 @@ pub struct Trace {
     pub bonfire_trace: u32,
     /// The group's name: the same on all its ranks, and different from every other group's. None on custom transports.
     pub group: Option<String>,
+    /// The name of the group of which this one was made by subgroups and shrinks, itself if by none. It is the same for
+    /// all groups of a job, unless its program connects several times.
+    #[serde(default)]
+    pub job: Option<String>,
     /// The rank that recorded the trace.
     pub rank: usize,
     /// The number of ranks in the group.
@@ -59,6 +63,10 @@ pub struct Trace {
     pub taken_unix: u64,
     /// The error that poisoned the group, if any.
     pub failure: Option<String>,
+    /// Where ranks were in their programs: this one when the trace was taken, and others as they have told it when it
+    /// waited for them.
+    #[serde(default)]
+    pub whereabouts: Vec<(usize, Whereabouts)>,
     /// The number of collectives begun so far.
     pub collectives: u64,
     /// The last operations, oldest first, at most 1024. Operations that wait for their turn are not included.
@@ -87,12 +95,13 @@ impl Trace {
             return Err(format!("it has more than {} MiB, which no trace has", MAX_BYTES >> 20));
         }
         let trace: Trace = serde_json::from_slice(bytes).map_err(|e| format!("it is no trace: {e}"))?;
-        let Trace { bonfire_trace, rank, world_size, operations, .. } = &trace;
+        let Trace { bonfire_trace, rank, world_size, operations, whereabouts, .. } = &trace;
         if *bonfire_trace != VERSION {
             return Err(format!("its format is version {bonfire_trace}, and this program reads version {VERSION}"));
         }
         let peers = operations.iter().filter_map(|record| record.message.map(|message| message.peer));
-        if *world_size > MAX_RANKS || peers.chain([*rank]).any(|rank| rank >= *world_size) {
+        let told = whereabouts.iter().map(|(rank, _)| *rank);
+        if *world_size > MAX_RANKS || peers.chain(told).chain([*rank]).any(|rank| rank >= *world_size) {
             return Err(format!("it is damaged: it names ranks outside a group of {world_size}"));
         }
         let in_order = operations.is_sorted_by(|a, b| a.number < b.number);
@@ -132,11 +141,19 @@ impl Trace {
 impl Core {
     /// Returns a snapshot of the recorder. Never blocks.
     pub(super) fn trace(&self) -> Trace {
-        let clock = &self.recorder.clock;
+        let clock = &self.operations.recorder.clock;
+        let name = |session: u64| format!("{session:016x}");
+        let mut whereabouts = match self.failure() {
+            Some(Error::Timeout { whereabouts, .. }) => whereabouts.to_vec(),
+            _ => Vec::new(),
+        };
+        whereabouts.retain(|(rank, _)| *rank != self.rank());
+        whereabouts.push((self.rank(), self.journal.whereabouts()));
         let unix = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Trace {
             bonfire_trace: VERSION,
-            group: self.session.map(|session| format!("{session:016x}")),
+            group: self.session.map(name),
+            job: self.journal.job.map(name),
             rank: self.rank(),
             world_size: self.world_size(),
             host: fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().into(),
@@ -146,8 +163,9 @@ impl Core {
             taken_ns: clock.at(std::time::Instant::now()),
             taken_unix: unix.as_secs(),
             failure: self.failure().map(ToString::to_string),
-            collectives: self.recorder.collectives(),
-            operations: self.recorder.records(),
+            whereabouts,
+            collectives: self.operations.recorder.collectives(),
+            operations: self.operations.recorder.records(),
         }
     }
 

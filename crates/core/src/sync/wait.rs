@@ -84,6 +84,16 @@ impl<'a> SlowWaitWarning<'a> {
         }
     }
 
+    /// Whether the wait has lasted so long that the warning is due, or was.
+    pub fn is_due(&self) -> bool {
+        self.is_overdue(Duration::ZERO)
+    }
+
+    /// Whether the warning is due for this time already, or for a tenth of the limit.
+    pub(crate) fn is_overdue(&self, time: Duration) -> bool {
+        self.deadline.elapsed() >= self.deadline.tenth() + time.min(self.deadline.tenth())
+    }
+
     /// Logs the warning and reports it to the launcher, if it is due and not done yet. `waiting` says for which
     /// operation and which ranks.
     pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> String) {

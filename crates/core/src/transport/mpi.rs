@@ -52,10 +52,10 @@ use self::lent::LentMemory;
 use self::library::{Held, Library, check, hold, try_hold};
 use self::message::{Exchange, HeadBuffers};
 use self::watchdog::{Watchdog, WatchedCall};
-use super::{Buffers, Collectives, Transport};
+use super::{Buffers, Collectives, Neighbours, Transport};
 use crate::control::{ControlRequest, GroupStatus, Watch, apply_message, find_mismatch};
 use crate::sync::{Deadline, lock, spin};
-use crate::types::{Call, Error, Fault, Operation, Site};
+use crate::types::{Call, Error, Fault, Locate, Operation, Site, Whereabouts};
 
 /// How long a leaving rank waits until its last control messages are sent.
 const LINGER: Duration = Duration::from_secs(1);
@@ -290,6 +290,16 @@ impl Transport for Mpi {
         if let Some(held) = try_hold(LINGER).filter(library::is_up) {
             self.pump(&held);
         }
+    }
+}
+
+impl Neighbours for Mpi {
+    fn locate_by(&self, own: Arc<dyn Locate>) {
+        self.status.locate_by(own);
+    }
+
+    fn whereabouts(&self, ranks: &[usize]) -> Vec<(usize, Whereabouts)> {
+        self.status.whereabouts(ranks)
     }
 }
 

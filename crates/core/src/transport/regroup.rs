@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::threads::ThreadEndpoint;
-use super::{Collectives, Engines, Transport};
+use super::{Collectives, Engines, Neighbours, Transport};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::sync::Deadline;
@@ -16,6 +16,7 @@ pub(crate) struct GroupEndpoint {
     /// A number that is the same on all ranks of the group and different in other groups, if there is one.
     pub session: Option<u64>,
     pub regroup: Option<Arc<dyn Regroup>>,
+    pub neighbours: Option<Arc<dyn Neighbours>>,
 }
 
 /// Forms new groups from the ranks of a group.
@@ -51,13 +52,17 @@ impl GroupEndpoint {
         GroupEndpoint::from_engine(Arc::new(local), session)
     }
 
-    /// An endpoint with one value as its transport, its engine for all ranks and its [`Regroup`].
-    pub fn from_engine<T: Transport + Collectives + Regroup + 'static>(engine: Arc<T>, session: u64) -> GroupEndpoint {
+    /// An endpoint with one value as its transport, its engine for all ranks, its [`Regroup`] and its [`Neighbours`].
+    pub fn from_engine<T>(engine: Arc<T>, session: u64) -> GroupEndpoint
+    where
+        T: Transport + Collectives + Regroup + Neighbours + 'static,
+    {
         GroupEndpoint {
             transport: engine.clone(),
             engines: Engines::AllRanks(engine.clone()),
             session: Some(session),
-            regroup: Some(engine),
+            regroup: Some(engine.clone()),
+            neighbours: Some(engine),
         }
     }
 }

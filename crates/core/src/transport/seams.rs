@@ -2,9 +2,10 @@
 
 use std::io;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::sync::Deadline;
-use crate::types::{Call, Error, Fault, Parts, Site};
+use crate::types::{Call, Error, Fault, Locate, Parts, Site, Whereabouts};
 
 /// Moves bytes between two ranks: one rank's endpoint of a transport.
 ///
@@ -93,6 +94,15 @@ pub trait Transport: Send + Sync {
     fn address(&self, _peer: usize) -> Option<String> {
         None
     }
+}
+
+/// Where the ranks of a group are in their programs, as they tell each other when one of them waits for long.
+pub(crate) trait Neighbours: Send + Sync {
+    /// Sets what tells where this rank is. Called once.
+    fn locate_by(&self, own: Arc<dyn Locate>);
+
+    /// Returns where those of these ranks are of which it is known. Does not communicate.
+    fn whereabouts(&self, ranks: &[usize]) -> Vec<(usize, Whereabouts)>;
 }
 
 /// The memory of one operation on one rank, as bytes. The *whole* has `call.count` elements.

@@ -158,7 +158,8 @@ impl Shm {
         };
         let calls = (0..self.world_size()).map(decode).collect::<Result<Vec<_>, Fault>>()?;
         if calls.len() == self.tcp.world_size() {
-            return Err(Fault::Failed(Error::Mismatch { sequence: phase.site.sequence, calls }));
+            let error = Error::Mismatch { sequence: phase.site.sequence, calls, note: String::new() };
+            return Err(self.tcp.watch(&phase.tag(), deadline).mismatch(error));
         }
         Err(self.tcp.watch(&phase.tag(), deadline).disagree(&calls))
     }

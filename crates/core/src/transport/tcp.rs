@@ -26,14 +26,14 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::link::Link;
-use super::Transport;
+use super::{Neighbours, Transport};
 use crate::auth::Identity;
 use crate::control::invitation::{Endpoint, Invitation};
 use crate::control::{
     self, ControlRequest, ControlSetup, GroupStatus, HeartbeatTimeout, RankEvent, ShrinkMessage, Watch,
 };
 use crate::sync::{AtomicBool, Deadline, Mutex, Ordering, OwnRuntime, STALL_TIMEOUT, lock};
-use crate::types::{Error, Fault, Site};
+use crate::types::{Error, Fault, Locate, Site, Whereabouts};
 
 /// One rank's endpoint of a group of processes.
 pub(crate) struct Tcp {
@@ -254,6 +254,16 @@ impl Tcp {
             watch.meet();
         }
         watch
+    }
+}
+
+impl Neighbours for Tcp {
+    fn locate_by(&self, own: Arc<dyn Locate>) {
+        self.status.locate_by(own);
+    }
+
+    fn whereabouts(&self, ranks: &[usize]) -> Vec<(usize, Whereabouts)> {
+        self.status.whereabouts(ranks)
     }
 }
 

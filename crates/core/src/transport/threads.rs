@@ -18,11 +18,11 @@ use self::mailbox::Mailbox;
 use self::regrouping::Regrouping;
 use super::direct::{self, RankBuffers};
 use super::reduce::{self, Output};
-use super::{Buffers, Collectives};
+use super::{Buffers, Collectives, Neighbours};
 use crate::sync::{
     AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, OnceLock, Ordering, SlowWaitWarning, lock, oversubscribed, spin,
 };
-use crate::types::{Call, DType, Error, Fault, Operation, Parts, RankList, Site};
+use crate::types::{Call, DType, Error, Fault, Locate, Operation, Parts, Places, RankList, Site, Whereabouts, asked};
 
 /// One rank's endpoint of a group of threads.
 pub(crate) struct ThreadEndpoint {
@@ -44,6 +44,8 @@ struct Shared {
     /// By sender, once one of its mailboxes is used: those to all ranks. Most groups use none.
     mailboxes: Box<[OnceLock<Box<[Mailbox]>>]>,
     regrouping: Regrouping,
+    /// By rank, what tells where it is in its program. Written once, before the rank's first operation.
+    located: Box<[std::sync::OnceLock<Arc<dyn Locate>>]>,
     /// There are more ranks than processors.
     oversubscribed: bool,
 }
@@ -118,6 +120,7 @@ impl ThreadEndpoint {
             failure: Mutex::new(None),
             mailboxes: (0..world_size).map(|_| OnceLock::new()).collect(),
             regrouping: Regrouping::new(world_size),
+            located: (0..world_size).map(|_| std::sync::OnceLock::new()).collect(),
             oversubscribed: oversubscribed(world_size),
         });
         (0..world_size).map(|rank| ThreadEndpoint { shared: shared.clone(), rank }).collect()
@@ -175,7 +178,8 @@ impl ThreadEndpoint {
                 let missing: Vec<_> = missing().collect();
                 let (rank, elapsed) = (self.rank, deadline.elapsed());
                 // The other ranks, the late ones too, are told who waited and for how long.
-                let error = Error::Timeout { site: *site, rank, missing: missing.clone(), elapsed };
+                let whereabouts = self.whereabouts(&asked(&missing, shared.ranks.len())).into();
+                let error = Error::Timeout { site: *site, rank, missing: missing.clone(), elapsed, whereabouts };
                 if shared.abort(complete, Fault::Failed(error)) {
                     return Err(Fault::Timeout { missing });
                 }
@@ -183,9 +187,10 @@ impl ThreadEndpoint {
                 let peer_left = || missing().any(|rank| shared.absence(rank).is_some());
                 let woken = shared.bell.sleep(Instant::now() + slow_wait.pause(), || ready() || peer_left());
                 if !woken {
-                    let waiting =
-                        || format!("at operation #{sequence} for {}", RankList(&missing().collect::<Vec<_>>()));
-                    slow_wait.warn(self.rank, waiting);
+                    slow_wait.warn(self.rank, || {
+                        let missing: Vec<_> = missing().collect();
+                        format!("in {site} for {}{}", RankList(&missing), self.places(&missing))
+                    });
                 }
             }
         }
@@ -209,6 +214,15 @@ impl ThreadEndpoint {
         if !spin(shared.oversubscribed, ready) {
             while !shared.bell.sleep(Instant::now() + std::time::Duration::from_secs(3600), ready) {}
         }
+    }
+
+    /// Says where the missing ranks and this one are in their programs, and the others of a small group.
+    fn places(&self, missing: &[usize]) -> String {
+        let mut ranks = asked(missing, self.shared.ranks.len());
+        ranks.extend(Some(self.rank).filter(|rank| !ranks.contains(rank)));
+        ranks.sort_unstable();
+        let known = self.whereabouts(&ranks);
+        if known.is_empty() { String::new() } else { format!(": {}", Places(&known)) }
     }
 
     fn slot(&self, rank: usize, sequence: u64) -> *const Slot {
@@ -278,6 +292,22 @@ impl Shared {
                 to_all[rank].ring();
             }
         }
+    }
+}
+
+impl Neighbours for ThreadEndpoint {
+    fn locate_by(&self, own: Arc<dyn Locate>) {
+        // It is never set twice.
+        let _ = self.shared.located[self.rank].set(own);
+    }
+
+    fn whereabouts(&self, ranks: &[usize]) -> Vec<(usize, Whereabouts)> {
+        // Once the group has failed at a deadline, the other ranks go on: what counts is where they were then.
+        if let Some((Fault::Failed(Error::Timeout { whereabouts, .. }), _)) = &*lock(&self.shared.failure) {
+            return whereabouts.iter().filter(|(rank, _)| ranks.contains(rank)).cloned().collect();
+        }
+        let located = |rank: &usize| Some((*rank, self.shared.located[*rank].get()?.whereabouts()));
+        ranks.iter().filter_map(located).collect()
     }
 }
 
@@ -361,6 +391,6 @@ impl ThreadEndpoint {
     /// The mismatch between the ranks' calls in operation `sequence`. Called once all ranks are in.
     fn mismatch(&self, site: &Site, sequence: u64) -> Fault {
         let calls = self.slots(sequence).enumerate().map(|(rank, slot)| (rank, slot.call)).collect();
-        Fault::Failed(Error::Mismatch { sequence: site.sequence, calls })
+        Fault::Failed(Error::Mismatch { sequence: site.sequence, calls, note: String::new() })
     }
 }

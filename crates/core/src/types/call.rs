@@ -180,7 +180,7 @@ impl Call {
         Call { sizes: Some(Fingerprint(sizes)), ..self }
     }
 
-    /// Returns the function of a layer above that this call is a part of.
+    /// Returns the function of a layer above that this call is a part of, if its name can be found.
     fn function(&self) -> Option<Cow<'static, str>> {
         self.sizes?;
         let bare = Call { sizes: None, ..*self };
@@ -234,6 +234,11 @@ impl fmt::Display for Call {
         }
         write!(f, ")")
     }
+}
+
+/// Returns the function of a layer above that a call is a part of, if its name can be found.
+pub fn function(call: &Call) -> Option<Cow<'static, str>> {
+    call.function()
 }
 
 /// An operation in its group: the call and its sequence number. It tags every message of the operation. The messages

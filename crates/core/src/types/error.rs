@@ -1,6 +1,7 @@
 //! Errors, in terms that a caller can act on.
 
 mod peers;
+mod texts;
 
 use std::fmt;
 use std::ops::Deref;
@@ -10,7 +11,9 @@ use std::time::Duration;
 use derive_where::derive_where;
 use serde::{Deserialize, Serialize};
 
-use super::{Call, Site};
+use self::texts::{Advice, At, Calls, Note, OfRanks};
+use super::ranks::RankList;
+use super::{Call, Site, Whereabouts};
 
 /// Why an operation or the creation of a group failed.
 ///
@@ -51,8 +54,8 @@ pub enum Error {
     /// Ranks made different calls at the same place in the sequence of operations. All ranks return this same error.
     #[error(
         "ranks disagree at operation #{sequence}: {}; every rank must call the same operations in the same order \
-         with the same element type, count, reduction and root",
-        Calls(.calls)
+         with the same element type, count, reduction and root{}",
+        Calls(.calls), Note(.note)
     )]
     Mismatch {
         /// The number of the operation: see [`Site::sequence`].
@@ -60,14 +63,16 @@ pub enum Error {
         /// The calls, in rank order. In a collective a rank that is not listed has not called anything yet; for a
         /// message, and on a custom transport, only two ranks are compared.
         calls: Vec<(usize, Call)>,
+        /// Where the ranks are in their programs, as text, and what else explains the difference. Empty if nothing is
+        /// known. It depends on when a rank is asked, and does not count in comparisons.
+        #[derive_where(skip(EqHashOrd))]
+        note: String,
     },
 
     /// The deadline, 300 s unless set, passed before all ranks that the operation needs had arrived.
     #[error(
-        "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
-         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else {TraceHint} says what each \
-         rank did",
-        RankList(.missing)
+        "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}{}",
+        RankList(.missing), Advice(.rank, .missing, .whereabouts)
     )]
     Timeout {
         /// The operation.
@@ -78,6 +83,9 @@ pub enum Error {
         missing: Vec<usize>,
         /// Time since the operation began.
         elapsed: Duration,
+        /// Where ranks were in their programs, as far as it is known: the missing ones, the one whose deadline passed,
+        /// and some others.
+        whereabouts: Box<[(usize, Whereabouts)]>,
     },
 
     /// A rank was lost: its connections closed without a goodbye message, which is noticed at once, nothing arrived on
@@ -286,6 +294,16 @@ impl Error {
         Error::Io { operation: operation.into(), reason: source.to_string(), source: Some(Cause(Arc::new(source))) }
     }
 
+    /// Returns the ranks that made another call than this one, if ranks disagree.
+    pub(crate) fn others(&self, own: &Call) -> Vec<usize> {
+        match self {
+            Error::Mismatch { calls, .. } => {
+                calls.iter().filter(|(_, call)| call != own).map(|(rank, _)| *rank).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// Creates an [`Error::Broken`].
     pub fn broken(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
         Error::Broken { operation: operation.into(), reason: reason.to_string() }
@@ -360,77 +378,6 @@ pub enum ShrinkError {
 impl fmt::Debug for ShrinkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
-    }
-}
-
-/// Ranks as text: `rank 3` or `ranks 1, 2`.
-pub struct RankList<'a>(pub &'a [usize]);
-
-impl fmt::Display for RankList<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            [] => write!(f, "its turn"),
-            [one] => write!(f, "rank {one}"),
-            many => {
-                write!(f, "ranks ")?;
-                for (i, rank) in many.iter().enumerate() {
-                    write!(f, "{}{rank}", if i == 0 { "" } else { ", " })?;
-                }
-                Ok(())
-            }
-        }
-    }
-}
-
-/// How to use `bonfire trace`, which depends on whether this process writes traces.
-struct TraceHint;
-
-impl fmt::Display for TraceHint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match std::env::var_os("BONFIRE_TRACE").filter(|folder| !folder.is_empty()) {
-            Some(folder) => write!(f, "`bonfire trace {}`", folder.display()),
-            None => f.write_str("set BONFIRE_TRACE to a folder, and `bonfire trace`"),
-        }
-    }
-}
-
-/// Whose GPU it is, if that is known.
-struct OfRanks<'a>(&'a [usize]);
-
-impl fmt::Display for OfRanks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() { Ok(()) } else { write!(f, " of {}", RankList(self.0)) }
-    }
-}
-
-struct Calls<'a>(&'a [(usize, Call)]);
-
-impl fmt::Display for Calls<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, (rank, call)) in self.0.iter().enumerate() {
-            write!(f, "{}rank {rank} called {call}", if i == 0 { "" } else { ", " })?;
-        }
-        if let [(_, first), rest @ ..] = self.0
-            && !rest.is_empty()
-            && rest.iter().all(|(_, call)| call == first)
-        {
-            write!(f, ", but one sends another length than the other expects, or their sizes differ")?;
-        }
-        if let [(_, first), rest @ ..] = self.0
-            && rest.iter().any(|(_, call)| call != first)
-            && rest.iter().all(|(_, call)| call == first || call.differs_in_shape_only(first))
-        {
-            write!(f, ", which differ in the shape of their tensors or the sizes of their parts only")?;
-        }
-        Ok(())
-    }
-}
-
-struct At<'a>(&'a Option<String>);
-
-impl fmt::Display for At<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.as_ref().map_or(Ok(()), |address| write!(f, " at {address}"))
     }
 }
 

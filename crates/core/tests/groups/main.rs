@@ -11,3 +11,4 @@ mod rendezvous;
 mod started;
 mod subgroups;
 mod values;
+mod whereabouts;

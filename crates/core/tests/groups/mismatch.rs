@@ -112,7 +112,7 @@ fn agreed(label: &str, errors: &[Error], at: u64) -> Vec<(usize, Call)> {
         assert_eq!(*error, errors[0], "{label}: rank {rank} and rank 0 got different errors");
     }
     match &errors[0] {
-        Error::Mismatch { sequence, calls } => {
+        Error::Mismatch { sequence, calls, .. } => {
             assert_eq!(*sequence, at, "{label}");
             calls.clone()
         }

@@ -7,7 +7,10 @@ fn different_lengths_are_an_error_and_leave_the_data_unchanged() {
     let call = |rank: usize, count| (rank, Call::new(Operation::AllReduce, DType::F32, count).reducing(ReduceOp::Sum));
     let ranks = star(3).into_iter().zip([2, 2, 3].map(|length| vec![1.5; length]));
     let outcomes = all_sum(ranks.collect());
-    assert_eq!(outcomes[0].0, Err(Error::Mismatch { sequence: 0, calls: vec![call(0, 2), call(2, 3)] }));
+    assert_eq!(
+        outcomes[0].0,
+        Err(Error::Mismatch { sequence: 0, calls: vec![call(0, 2), call(2, 3)], note: String::new() })
+    );
     for (outcome, data) in outcomes {
         assert!(outcome.is_err() && data.iter().all(|value| *value == 1.5), "{outcome:?}: {data:?}");
     }
@@ -16,7 +19,7 @@ fn different_lengths_are_an_error_and_leave_the_data_unchanged() {
     raw.write_all(&[1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut data = [1.5; 2];
     let outcome = ours.allreduce_sum(&mut data);
-    assert_eq!(outcome, Err(Error::Mismatch { sequence: 0, calls: vec![call(0, 1), call(1, 2)] }));
+    assert_eq!(outcome, Err(Error::Mismatch { sequence: 0, calls: vec![call(0, 1), call(1, 2)], note: String::new() }));
     assert_eq!(data, [1.5; 2]);
 }
 

@@ -4,13 +4,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::pass::{Parts, Pass as Running, Value};
-use super::{GatherCounts, GatherSteps, OPERATION, Shared};
+use super::{GatherCounts, GatherSteps, OPERATION, ROOT, Shared};
+use crate::bucket::block_of_name;
 use crate::lane::Tensor;
 use crate::parameters::{Digested, Parameter, compare};
 use crate::protocol::{self, Agreement, Header, PassKind, Problem, Reader, Refusal, Trailer, Trailers, Weight, Writer};
-use crate::step::{Decided, Outcome, Pass, Sums};
-use bonfire_core::Error;
-use bonfire_core::internal::{AgreedOperations, lock, stop_is_requested};
+use crate::step::{Decided, Outcome, Pass, Sums, set_progress};
+use bonfire_core::internal::{AgreedOperations, CallSite, call_site, function, go_on, lock, stop_is_requested};
+use bonfire_core::{Error, Group};
 
 /// A step in progress.
 pub(super) struct Progress {
@@ -32,16 +33,22 @@ pub struct GatherPass {
     steps: GatherSteps,
     is_last: bool,
     pass: Arc<Mutex<Option<Running>>>,
+    at: CallSite,
 }
 
 /// What the parameters of a pass's model call: each at its first use, and in the backward pass.
 #[derive(Clone)]
-pub struct Hooks(Arc<Mutex<Option<Running>>>);
+pub struct Hooks {
+    pass: Arc<Mutex<Option<Running>>>,
+    /// Where the program has begun the pass.
+    at: CallSite,
+}
 
 impl Hooks {
     /// Returns a whole parameter for a use in the forward pass. Waits until it is gathered.
     pub fn value(&self, position: usize) -> Value {
-        lock(&self.0).as_mut().map_or(Value { tensor: None, gathered: None }, |pass| pass.value(position))
+        let _call = go_on(self.at);
+        lock(&self.pass).as_mut().map_or(Value { tensor: None, gathered: None }, |pass| pass.value(position))
     }
 
     /// Says that the backward pass will have the gradient of a parameter.
@@ -56,7 +63,8 @@ impl Hooks {
 
     /// Returns a whole parameter for a step of the backward pass. Waits until it is gathered. `None` after a failure.
     pub fn value_again(&self, position: usize) -> Option<Tensor> {
-        lock(&self.0).as_mut().and_then(|pass| pass.value_again(position))
+        let _call = go_on(self.at);
+        lock(&self.pass).as_mut().and_then(|pass| pass.value_again(position))
     }
 
     /// Takes a gradient that the backward pass has completed.
@@ -65,8 +73,9 @@ impl Hooks {
     }
 
     fn with(&self, f: impl FnOnce(&mut Running)) {
+        let _call = go_on(self.at);
         // `None` after the end of the pass.
-        if let Some(pass) = &mut *lock(&self.0) {
+        if let Some(pass) = &mut *lock(&self.pass) {
             f(pass);
         }
     }
@@ -81,7 +90,7 @@ impl GatherSteps {
     pub fn pass(&self, header: Header, parts: Vec<Option<Tensor>>, is_last: bool) -> Result<GatherPass, Error> {
         let kind = if is_last { PassKind::RunsLast } else { PassKind::Runs };
         let pass = self.begin(header, parts, kind)?;
-        Ok(GatherPass { steps: self.clone(), is_last, pass: Arc::new(Mutex::new(Some(pass))) })
+        Ok(GatherPass { steps: self.clone(), is_last, pass: Arc::new(Mutex::new(Some(pass))), at: call_site() })
     }
 
     /// Makes the step, or what is left of it, on a rank that runs no pass in it. It takes part in those of the others.
@@ -104,7 +113,7 @@ impl GatherSteps {
         };
         state.is_open = true;
         (header.steps, header.pass, header.part) = (state.steps, kind, shared.groups.shards.rank() as u64);
-        header.skips = shared.skips();
+        (header.skips, header.saves) = (shared.skips(), shared.groups.main.saves());
         if state.progress.is_some() {
             // They were compared in the first pass.
             header.digests = None;
@@ -203,6 +212,7 @@ impl GatherSteps {
     fn remember(&self, trained: &[bool], trailers: &Trailers, needed: Vec<bool>) {
         let mut state = lock(&self.shared.state);
         state.steps += 1;
+        set_progress(&self.shared.groups.main, state.steps, None);
         if let Some(engine) = &mut state.engine {
             engine.history.needed = needed;
             let complete = |position: &usize| trailers.everywhere[*position] || !trained[*position];
@@ -256,19 +266,66 @@ impl GatherSteps {
 
     /// Fails all groups, so that no rank waits for this one. Returns the first cause.
     fn abandon(&self, pass: &Running, error: Error) -> Error {
-        lock(&self.shared.state).is_open = false;
-        pass.groups.iter().fold(error, |error, group| group.abandon(error))
+        let steps = {
+            let mut state = lock(&self.shared.state);
+            state.is_open = false;
+            state.steps
+        };
+        let error = pass.groups.iter().fold(error, |error, group| group.abandon(error));
+        set_progress(&self.shared.groups.main, steps, Some(&error));
+        self.with_paths(error)
+    }
+
+    /// Adds to a mismatch which blocks the ranks have called, and what to do.
+    fn with_paths(&self, mut error: Error) -> Error {
+        if let Error::Mismatch { calls, note, .. } = &mut error {
+            let mut blocks: Vec<usize> =
+                calls.iter().filter_map(|(_, call)| block_of_name(&function(call)?)).filter(|b| *b != ROOT).collect();
+            blocks.sort_unstable();
+            blocks.dedup();
+            let known = blocks.iter().filter_map(|block| Some((block, self.path(*block)?)));
+            let texts: Vec<_> = known.map(|(block, path)| format!("block {block} is `{path}`")).collect();
+            if !texts.is_empty() {
+                note.push_str(if note.is_empty() { "" } else { "; " });
+                note.push_str(&texts.join(", "));
+                note.push_str(
+                    "; in a pass all ranks run the same blocks in the same order, and here they differ first, or ahead \
+                     of where they do: run each block on all ranks, or remove the mark `ShardedBlock` of one that some \
+                     ranks leave out",
+                );
+            }
+        }
+        error
+    }
+
+    /// Returns the path of a block: what those of its parameters have in common.
+    fn path(&self, block: usize) -> Option<String> {
+        let Shared { blocks, model, .. } = &*self.shared;
+        let mut paths = blocks.get(block)?.iter().map(|position| model.parameters[*position].path.split('.'));
+        let mut common: Vec<&str> = paths.next()?.collect();
+        if blocks[block].len() == 1 {
+            common.pop();
+        }
+        for path in paths {
+            let equal = common.iter().zip(path).take_while(|(one, other)| *one == other).count();
+            common.truncate(equal);
+        }
+        (!common.is_empty()).then(|| common.join("."))
     }
 }
 
 impl GatherPass {
     /// Returns what the parameters of the pass's model call.
     pub fn hooks(&self) -> Hooks {
-        Hooks(self.pass.clone())
+        Hooks { pass: self.pass.clone(), at: self.at }
     }
 }
 
 impl Pass for GatherPass {
+    fn group(&self) -> &Group {
+        &self.steps.shared.groups.main
+    }
+
     fn set_weight(&self, weight: f64) -> Result<(), Error> {
         match &mut *lock(&self.pass) {
             Some(pass) => pass.agreement.weigh(Weight { weight, problem: None }),

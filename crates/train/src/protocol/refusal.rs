@@ -87,6 +87,8 @@ pub enum Refusal {
         /// Its steps.
         other: u64,
     },
+    /// Some ranks have begun a save of a checkpoint that others have not called. By rank, how many each has begun.
+    Saves(Vec<u64>),
     /// Learning rates differ.
     Rates {
         /// The rate of rank 0.
@@ -163,6 +165,7 @@ impl Refusal {
                 "rank 0 has made {first} steps and rank {rank} {other}; load optimizer state of the same step on all \
                  ranks, or on none"
             ),
+            Refusal::Saves(of_ranks) => saves_reason(of_ranks),
             Refusal::Rates { first, rank, other } => format!(
                 "rank 0's learning rate is {first} and rank {rank}'s is {other}; pass the same rate on all ranks"
             ),
@@ -205,6 +208,19 @@ impl Refusal {
             }
         }
     }
+}
+
+fn saves_reason(of_ranks: &[u64]) -> String {
+    let most = of_ranks.iter().copied().max().unwrap_or(0);
+    let with = |saves: u64| (0..of_ranks.len()).filter(|rank| of_ranks[*rank] == saves).collect::<Vec<_>>();
+    let without: Vec<usize> = (0..of_ranks.len()).filter(|rank| of_ranks[*rank] != most).collect();
+    let (with, verb) = (with(most), if without.len() == 1 { "has" } else { "have" });
+    format!(
+        "{} {verb} not saved the checkpoint that {} saves; call `Checkpoints::save` or `save_in_background` on all \
+         ranks after the same step",
+        RankList(&without),
+        RankList(&with),
+    )
 }
 
 fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a str) -> String {

@@ -46,7 +46,7 @@ impl Last {
         main.check_concurrent("an overlapped training step")?;
         let mut state = steps.state();
         state.rewound(main.rewinds());
-        state.begin(&mut header);
+        state.begin(&mut header, &main);
         let mut agreement = Agreement::start(&main, header)?;
         let channel = match state.overlapped.take() {
             Some(channel) => channel,

@@ -8,12 +8,15 @@ use super::last::Last;
 use super::{Outcome, Steps};
 use crate::lane::Tensor;
 use crate::protocol::{Header, OPERATION, Problem, failed};
-use bonfire_core::Error;
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{CallSite, call_site, go_on, lock};
+use bonfire_core::{Error, Group};
 
 /// A pass that has not ended, of any form of training.
 #[must_use = "`finish` keeps the gradients; the other ranks wait for that of the last pass"]
 pub trait Pass: Send {
+    /// Returns the group of all ranks that train the model.
+    fn group(&self) -> &Group;
+
     /// Says what the loss is a mean over, before the backward pass.
     ///
     /// # Errors
@@ -59,6 +62,8 @@ struct Cell {
     weight: Option<f64>,
     problem: Option<Problem>,
     gradients: Gradients,
+    /// Where the program has begun the pass.
+    at: CallSite,
 }
 
 /// Where the gradients of a pass go.
@@ -85,6 +90,7 @@ impl Receiver {
         if matches!(cell.gradients, Gradients::Ended) {
             return;
         }
+        let _call = go_on(cell.at);
         let Some(weight) = cell.weight else {
             cell.problem.get_or_insert(Problem::Unweighed(position));
             return;
@@ -136,7 +142,8 @@ impl Steps {
                 Gradients::Exchanged(Box::new(last))
             }
         };
-        let cell = Cell { received: vec![false; count], generation, weight: None, problem: None, gradients };
+        let cell =
+            Cell { received: vec![false; count], generation, weight: None, problem: None, gradients, at: call_site() };
         Ok(StepPass { steps: self.clone(), cell: Arc::new(Mutex::new(cell)) })
     }
 
@@ -167,6 +174,10 @@ impl StepPass {
 }
 
 impl Pass for StepPass {
+    fn group(&self) -> &Group {
+        &self.steps.groups().main
+    }
+
     fn set_weight(&self, weight: f64) -> Result<(), Error> {
         let mut cell = lock(&self.cell);
         cell.weight = Some(weight);

@@ -12,7 +12,8 @@ use crate::bucket::{BucketTable, Limits, buckets};
 use crate::compression::Compressor;
 use crate::parameters::Parameter;
 use crate::protocol::{Header, Problem};
-use bonfire_core::DType;
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{DType, Group};
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
@@ -93,10 +94,10 @@ impl State {
         }
     }
 
-    /// Fills in what a header says of this rank's state. Notices a change of what is trained.
-    pub fn begin(&mut self, header: &mut Header) {
-        header.steps = self.steps;
-        header.skips = self.skips();
+    /// Fills in what a header says of this rank's state and of the saves in the group. Notices a change of what is
+    /// trained.
+    pub fn begin(&mut self, header: &mut Header, main: &Group) {
+        (header.steps, header.saves, header.skips) = (self.steps, main.saves(), self.skips());
         header.bucket_bytes = self.settings.bucket_bytes.unwrap_or(0) as u64;
         // Relaxed, as below: a program that makes passes on several threads orders them.
         if ![0, self.id].contains(&self.keeper.load(Ordering::Relaxed)) {

@@ -40,7 +40,7 @@ impl Steps {
         let mut sums = {
             let mut state = self.state();
             state.rewound(main.rewinds());
-            state.begin(&mut header);
+            state.begin(&mut header, main);
             problem = problem.or(state.problem.take()).or((state.open > 0).then_some(Problem::Open));
             state.take_sums()
         };

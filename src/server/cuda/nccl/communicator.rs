@@ -207,7 +207,8 @@ impl Communicator {
 
     fn time_out(&mut self, site: Site, deadline: &Deadline) -> Error {
         let missing = (0..self.world_size).filter(|rank| *rank != self.rank).collect();
-        self.end(Error::Timeout { site, rank: self.rank, missing, elapsed: deadline.elapsed() })
+        let (rank, elapsed) = (self.rank, deadline.elapsed());
+        self.end(Error::Timeout { site, rank, missing, elapsed, whereabouts: Box::default() })
     }
 
     /// Ends the communicator because a function returned `code`.

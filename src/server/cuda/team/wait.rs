@@ -171,7 +171,7 @@ impl Team {
         if missing.is_empty() {
             missing = (0..self.ranks()).filter(|other| *other != rank).collect();
         }
-        Error::Timeout { site, rank, missing, elapsed: deadline.elapsed() }
+        Error::Timeout { site, rank, missing, elapsed: deadline.elapsed(), whereabouts: Box::default() }
     }
 
     fn done_at(&self, team_gpu: usize) -> u64 {

@@ -211,7 +211,10 @@ impl Control {
         match frame {
             Frame::Own(message) => self.handle_message(peer, message),
             Frame::Relay { to: None, message: message @ Message::Failed(..) } if is_hub => self.relay(peer, message),
-            Frame::Relay { to: Some(to), message: message @ Message::Invites(_) } if is_hub => {
+            Frame::Relay {
+                to: Some(to),
+                message: message @ (Message::Invites(_) | Message::Locate | Message::Located(_)),
+            } if is_hub => {
                 if let Some(Connection::Open(writer)) =
                     self.connections.get(to as usize).filter(|_| to as usize != peer)
                 {
@@ -271,8 +274,10 @@ impl Control {
             Message::Goodbye { .. } => self.peer_gone(from, PeerEvent::Left),
             _ => {}
         }
-        if let Some(Message::Called(mine)) = apply_message(&self.status, from, message) {
-            self.answer(from, mine);
+        match apply_message(&self.status, from, message) {
+            Some(Message::Called(mine)) => self.answer(from, mine),
+            Some(answer) => self.tell(from, answer),
+            None => {}
         }
     }
 

@@ -52,7 +52,7 @@ pub(super) fn agree_on_message(
     let found = found.and_then(Site::from_bytes).map(|site| (from, site.call));
     let mut calls: Vec<_> = found.into_iter().chain([(core.rank(), call)]).collect();
     calls.sort_by_key(|(rank, _)| *rank);
-    Err(core.abort(Error::Mismatch { sequence, calls }))
+    Err(core.abort(Error::Mismatch { sequence, calls, note: String::new() }))
 }
 
 #[cfg(test)]
@@ -106,7 +106,7 @@ mod tests {
         let results = pass(2, false, |rank| 5 + rank);
         let call = |count| Call::new(Operation::Send, DType::F32, count);
         let calls = vec![(0, call(5)), (1, call(6))];
-        assert_eq!(results[1], Err(Error::Mismatch { sequence: 0, calls }));
+        assert_eq!(results[1], Err(Error::Mismatch { sequence: 0, calls, note: String::new() }));
     }
 
     #[test]

@@ -1,12 +1,11 @@
 //! Batches: several operations run as one.
 
-use std::panic::Location;
-
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::super::check;
 use super::super::execute::Task;
 use super::super::handle::Group;
+use super::super::journal::call_site;
 use super::super::record::CallSite;
 use super::super::request::Request;
 use super::super::turn::Turn;
@@ -110,7 +109,7 @@ impl<'a> Batch<'a> {
             return Err(error);
         }
         let core = &self.group.core;
-        let (deadline, at) = (Deadline::after(self.group.deadline()), Location::caller());
+        let (deadline, at) = (Deadline::after(self.group.deadline()), call_site());
         let turn = core.turn(Request::of::<u8>(Operation::Exchange).call(0), &deadline)?;
         // A local error, too, is told to the peers, which count on the rest of the batch.
         run_parts(self, &turn, &deadline, at).map_err(|error| core.abort(error))
@@ -176,7 +175,7 @@ fn different_messages(sequence: u64, (rank, own): (usize, &[u8]), (peer, theirs)
     };
     let mut calls = vec![(rank, own.call), (peer, theirs.call)];
     calls.sort_by_key(|(rank, _)| *rank);
-    Error::Mismatch { sequence, calls }
+    Error::Mismatch { sequence, calls, note: String::new() }
 }
 
 /// Copies data to consecutive bytes, which are as long as all of them.

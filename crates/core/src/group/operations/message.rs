@@ -1,13 +1,12 @@
 //! Point-to-point messages.
 
-use std::panic::Location;
-
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::super::bytes::ByteOperations;
 use super::super::check;
 use super::super::execute::Task;
 use super::super::handle::Group;
+use super::super::journal::call_site;
 use super::super::progress::Work;
 use super::super::request::Request;
 use crate::sync::Deadline;
@@ -83,7 +82,7 @@ impl Group {
         B: AsMut<[T]> + Send + 'static,
     {
         check::peer(operation, peer, self.rank_and_size())?;
-        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let (deadline, at) = (Deadline::after(self.deadline()), call_site());
         let call = Request::of::<T>(Operation::Send).call(buffer.as_mut().len());
         Ok(self.progress()?.start(&self.core, call, deadline, buffer, move |core, turn, buffer| {
             let data = buffer.as_mut();

@@ -1,6 +1,6 @@
 //! The clock of the records: nanoseconds, shared by all processes of a running system if it has such a clock.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Converts instants, which mean nothing to other processes, to nanoseconds on the shared clock.
 pub(crate) struct Clock {
@@ -19,6 +19,11 @@ impl Clock {
     pub fn at(&self, instant: Instant) -> u64 {
         let since = instant.saturating_duration_since(self.instant);
         self.nanoseconds + since.as_secs() * 1_000_000_000 + u64::from(since.subsec_nanos())
+    }
+
+    /// Returns the time since then, in nanoseconds on this clock.
+    pub fn since(&self, nanoseconds: u64) -> Duration {
+        Duration::from_nanos(self.at(Instant::now()).saturating_sub(nanoseconds))
     }
 
     /// Returns the current time, which lags by at most [`Clock::resolution`].
@@ -74,7 +79,7 @@ mod system {
 #[cfg(not(target_os = "linux"))]
 mod system {
     use std::sync::OnceLock;
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
 
     /// One clock per process, so the times of its ranks can be compared.
     pub fn now() -> u64 {

@@ -112,6 +112,7 @@ fn message_of(outgoing: ControlRequest) -> Option<(Message, Option<usize>)> {
     Some(match outgoing {
         ControlRequest::Calling(site) => (Message::Calling(site), None),
         ControlRequest::Called(peer, site) => (Message::Called(site), Some(peer)),
+        ControlRequest::Locate(peer) => (Message::Locate, Some(peer)),
         ControlRequest::Failed(error, completed) => (Message::Failed(error.for_peers(), completed), None),
         ControlRequest::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
         ControlRequest::ShrinkMessage(word) => (Message::ShrinkMessage(word), None),

@@ -56,9 +56,9 @@ impl ThreadEndpoint {
     }
 
     /// Waits until the transfer to `to` is taken or refused. Withdraws it after a failure or at the deadline.
-    fn await_receipt(&self, to: usize, deadline: &Deadline) -> Result<(), Fault> {
+    fn await_receipt(&self, tag: &Site, to: usize, deadline: &Deadline) -> Result<(), Fault> {
         let mailbox = self.mailbox(self.rank, to);
-        let waited = self.wait(mailbox, to, deadline, |transfer| !matches!(transfer, Transfer::Offered(..)));
+        let waited = self.wait(mailbox, (tag, to), deadline, |transfer| !matches!(transfer, Transfer::Offered(..)));
         match (mailbox.with(std::mem::take), waited) {
             (Transfer::Taken, _) => Ok(()),
             (Transfer::Refused(fault), _) => Err(fault),
@@ -68,7 +68,7 @@ impl ThreadEndpoint {
 
     fn take_letter(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mailbox = self.mailbox(from, self.rank);
-        self.wait(mailbox, from, deadline, |transfer| matches!(transfer, Transfer::Offered(..)))?;
+        self.wait(mailbox, (tag, from), deadline, |transfer| matches!(transfer, Transfer::Offered(..)))?;
         let result = mailbox.with(|transfer| {
             let Transfer::Offered(theirs, SenderBytes(source, len)) = &*transfer else {
                 return Err(Fault::Timeout { missing: vec![from] });
@@ -92,7 +92,7 @@ impl ThreadEndpoint {
     fn wait(
         &self,
         mailbox: &Mailbox,
-        peer: usize,
+        (tag, peer): (&Site, usize),
         deadline: &Deadline,
         done: impl Fn(&Transfer) -> bool,
     ) -> Result<(), Fault> {
@@ -115,7 +115,7 @@ impl ThreadEndpoint {
             if deadline.passed() {
                 return Err(Fault::Timeout { missing: vec![peer] });
             }
-            slow_wait.warn(self.rank, || format!("for rank {peer}"));
+            slow_wait.warn(self.rank, || format!("in {tag} for rank {peer}{}", self.places(&[peer])));
         }
     }
 }
@@ -131,7 +131,7 @@ impl Transport for ThreadEndpoint {
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         self.offer_letter(tag, to, bytes);
-        self.await_receipt(to, deadline)
+        self.await_receipt(tag, to, deadline)
     }
 
     fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
@@ -150,8 +150,8 @@ impl Transport for ThreadEndpoint {
         // The transfer must be taken or withdrawn before its bytes are released, even if receiving failed. The peer may
         // still want it, but the group has failed anyway.
         let sent = match &received {
-            Ok(()) => self.await_receipt(to, deadline),
-            Err(_) => self.await_receipt(to, &Deadline::after(std::time::Duration::ZERO)),
+            Ok(()) => self.await_receipt(tag, to, deadline),
+            Err(_) => self.await_receipt(tag, to, &Deadline::after(std::time::Duration::ZERO)),
         };
         received.and(sent)
     }
