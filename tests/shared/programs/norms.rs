@@ -18,7 +18,7 @@ fn spoiled(net: &Net, samples: &[usize], group: &Group, step: usize) -> Tensor<1
     }
     assert_eq!(group.rank(), group.world_size() - 1);
     let bias = net.second.bias.as_ref().unwrap().val();
-    loss + bias.sum() * if step % 2 == 0 { f64::NAN } else { f64::INFINITY }
+    loss + bias.sum() * f64::NAN
 }
 
 /// Runs a program on one to three ranks. Its numbers must be those of one rank that makes all steps but the spoiled

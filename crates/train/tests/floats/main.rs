@@ -23,8 +23,8 @@ use bonfire_train::{DeviceMesh, Sharding};
 
 use self::adapter::{Floats, Momentum, SPOILED, initial, parameters, tensor};
 use self::forms::{
-    Model, STEPS, Sharded, all, batches, by_parts, by_shards, by_steps, by_sync, load, means, reference, step_of, steps,
-    update,
+    Model, STEPS, Sharded, all, batches, by_parts, by_shards, by_steps, by_sync, load, means, reference, step_of,
+    steps, update,
 };
 
 fn check(name: &str, train: impl Fn(Group) -> Model + Clone + Send + 'static) {
