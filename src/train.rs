@@ -80,5 +80,5 @@ pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;
 pub use self::training_state::{AnyState, TrainingState};
 #[cfg(feature = "dataset")]
-pub use bonfire_train::loader::Batches;
+pub use bonfire_train::data::Batches;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding, compression};

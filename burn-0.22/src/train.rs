@@ -50,7 +50,7 @@ mod walk;
 
 pub use bonfire_train::compression;
 #[cfg(feature = "dataset")]
-pub use bonfire_train::loader::Batches;
+pub use bonfire_train::data::Batches;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding};
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};

@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 
 use bonfire_core::{Error, Group};
 use bonfire_train::Tail;
-use bonfire_train::loader::{Batches, Loader, Make, Settings};
+use bonfire_train::data::{Batches, Loader, Make, Settings};
 use bonfire_train::step::layers::fail;
 
 /// Builds a [`ShardedDataLoader`], as burn's `DataLoaderBuilder` does a loader for one device.

@@ -30,7 +30,7 @@ use burn_train::{
 use self::rank::{Leader, Rank, Settings};
 use bonfire_core::internal::{AgreedOperations, CallSite, lock};
 use bonfire_core::{Error, Group};
-use bonfire_train::loader::for_rank;
+use bonfire_train::data::for_rank;
 
 /// A strategy for burn-train's [`SupervisedTraining`](burn_train::SupervisedTraining): data-parallel training on the
 /// devices of one or several processes.

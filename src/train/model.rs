@@ -11,7 +11,6 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Float, Shape, Tensor, TensorMetadata, TensorPrimitive};
 
-use super::adapter::scaled;
 use super::walk::{Map, Place, Visit, map, visit, visit_floats};
 use crate::tensor::host::{Kind, Source, TensorSpec, data, float};
 use crate::tensor::operation::broadcast;
@@ -143,15 +142,17 @@ impl<B: AutodiffBackend> Parameters<B> {
         Some(gradients.get::<B::InnerBackend, 1>(self[position].id)?.into_primitive().tensor())
     }
 
-    /// Multiplies the gradients of these parameters.
-    pub fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
+    /// Changes the gradients of these parameters.
+    pub fn map_gradients(
+        &self,
+        gradients: &mut GradientsParams,
+        f: impl Fn(FloatTensor<B::InnerBackend>) -> FloatTensor<B::InnerBackend>,
+    ) {
         for parameter in self.iter() {
             if let Some(gradient) = gradients.remove::<B::InnerBackend, 1>(parameter.id) {
-                let scaled = scaled::<B::InnerBackend>(gradient.into_primitive().tensor(), factor);
-                gradients.register(
-                    parameter.id,
-                    Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scaled)),
-                );
+                let changed = f(gradient.into_primitive().tensor());
+                let changed = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(changed));
+                gradients.register(parameter.id, changed);
             }
         }
     }

@@ -3,7 +3,7 @@
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 
-use super::adapter::handle;
+use super::adapter::{handle, scaled};
 use super::replicas::Replicas;
 use super::{DataParallel, FullyShardedParallel};
 use bonfire_core::Error;
@@ -65,7 +65,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         steps.groups().check_limit("clip_norm", max)?;
         let norm = self.norm(&gradients)?;
         if norm > max {
-            parameters.scale(&mut gradients, max / norm);
+            parameters.map_gradients(&mut gradients, |gradient| scaled::<B::InnerBackend>(gradient, max / norm));
         }
         Ok(gradients)
     }

@@ -9,7 +9,7 @@ use burn::tensor::Device;
 
 use bonfire_core::{Error, Group};
 use bonfire_train::Tail;
-use bonfire_train::loader::{Batches, Loader, Make, Settings};
+use bonfire_train::data::{Batches, Loader, Make, Settings};
 
 /// Builds a [`ShardedDataLoader`], as burn's `DataLoaderBuilder` does a loader for one device.
 pub struct ShardedDataLoaderBuilder<I, O> {

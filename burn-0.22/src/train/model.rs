@@ -12,7 +12,7 @@ use burn::module::{Module, Param, ParamId, Parameter as Value};
 use burn::optim::GradientsParams;
 use burn::tensor::{GradientCheckpointingStrategy, Shape, Tensor, TensorData};
 
-use super::adapter::{opened, scaled};
+use super::adapter::opened;
 use super::walk::{Kind, Map, Place, Visit, map, visit, visit_floats};
 use crate::tensor::host::{TensorSpec, float};
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
@@ -171,11 +171,11 @@ impl Parameters {
         (parameter.gradient.get)(gradients, parameter.id)
     }
 
-    /// Multiplies the gradients of these parameters.
-    pub fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
+    /// Changes the gradients of these parameters.
+    pub fn map_gradients(&self, gradients: &mut GradientsParams, f: impl Fn(DispatchTensor) -> DispatchTensor) {
         for parameter in self.iter() {
             if let Some(gradient) = (parameter.gradient.take)(gradients, parameter.id) {
-                (parameter.gradient.put)(gradients, parameter.id, scaled(gradient, factor));
+                (parameter.gradient.put)(gradients, parameter.id, f(gradient));
             }
         }
     }

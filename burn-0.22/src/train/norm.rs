@@ -2,7 +2,7 @@
 
 use burn::optim::GradientsParams;
 
-use super::adapter::handle;
+use super::adapter::{handle, scaled};
 use super::replicas::Replicas;
 use super::{DataParallel, FullyShardedParallel};
 use bonfire_core::Error;
@@ -61,7 +61,7 @@ impl DataParallel {
         steps.groups().check_limit("clip_norm", max)?;
         let norm = self.norm(&gradients)?;
         if norm > max {
-            parameters.scale(&mut gradients, max / norm);
+            parameters.map_gradients(&mut gradients, |gradient| scaled(gradient, max / norm));
         }
         Ok(gradients)
     }

@@ -33,7 +33,7 @@ pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
-pub use crate::types::{Parts, Places, Ranges, RankList, function, hash};
+pub use crate::types::{Parts, Places, Ranges, RankList, function, hash, panic_message};
 #[cfg(unix)]
 pub use crate::{
     auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, require_secret},

@@ -4,6 +4,7 @@ mod call;
 mod dtype;
 mod error;
 mod fault;
+mod panic;
 mod partition;
 mod ranges;
 mod ranks;
@@ -15,6 +16,7 @@ pub use self::call::{Call, Operation, Site, function, hash};
 pub use self::dtype::{DType, Element, ReduceOp};
 pub use self::error::{Cause, Error, ShrinkError};
 pub use self::fault::Fault;
+pub use self::panic::panic_message;
 pub use self::partition::Parts;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) use self::partition::part_start;

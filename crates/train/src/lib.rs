@@ -10,7 +10,7 @@
 //! | shard parameters and gradients too (ZeRO-2, ZeRO-3) | [`gather::GatherSteps`] |
 //! | send gradients in fewer bytes | [`compression`] |
 //! | distribute samples over ranks | [`ShardedSampler`] |
-//! | load their batches on worker threads, in order | [`loader::Loader`] |
+//! | load their batches on worker threads, in order | [`data::Loader`] |
 //! | keep the ranks of a training loop in lockstep | [`step::iteration`] |
 //! | draw the same weights on all ranks | [`agree::seeded`] |
 //! | arrange ranks along dimensions | [`DeviceMesh`] |
@@ -24,16 +24,14 @@ pub mod agree;
 mod bucket;
 pub mod checkpoint;
 pub mod compression;
+pub mod data;
 pub mod gather;
 pub mod lane;
-pub mod loader;
 mod mesh;
-mod panics;
 pub mod parameters;
 pub mod protocol;
-mod sampler;
 pub mod shards;
 pub mod step;
 
+pub use self::data::{Epoch, ShardedSampler, Tail};
 pub use self::mesh::{DeviceMesh, Sharding};
-pub use self::sampler::{Epoch, ShardedSampler, Tail};

@@ -15,6 +15,7 @@ mod gather;
 pub mod iteration;
 mod last;
 pub mod layers;
+mod model;
 mod pass;
 mod state;
 mod stop;
@@ -28,9 +29,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytemuck::cast_slice_mut;
 
-pub(crate) use self::exchange::{Channel, Exchange, Model};
+pub(crate) use self::exchange::{Channel, Exchange};
 pub(crate) use self::finite::Finite;
 pub(crate) use self::gather::gather;
+pub(crate) use self::model::Model;
 pub use self::pass::{Pass, Receiver, StepPass};
 use self::state::{Settings, State};
 pub(crate) use self::stop::Stopping;

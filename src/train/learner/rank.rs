@@ -19,7 +19,7 @@ use crate::train::record::recordable;
 use crate::train::resume::share;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
-use bonfire_train::loader::at_epoch;
+use bonfire_train::data::at_epoch;
 use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::step::layers::attempt;
 

@@ -18,7 +18,7 @@ use crate::train::model::Parameters;
 use crate::train::pass::{Form, means};
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
-use bonfire_train::loader::{at_epoch, for_rank};
+use bonfire_train::data::{at_epoch, for_rank};
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
 use bonfire_train::step::layers::attempt;

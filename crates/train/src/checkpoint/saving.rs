@@ -12,7 +12,6 @@ use super::folder::{Draft, begin, commit, discard, draft, file_name, sync};
 use super::format::{self, FileId, FileSummary, Manifest};
 use super::parts::{Parts, check_equal};
 use super::{Collect, OPENING, SAVING, Snapshot};
-use crate::panics::message;
 use crate::parameters::Digested;
 use bonfire_core::internal::{AgreedOperations, process_number, random};
 use bonfire_core::{Error, Group};
@@ -175,5 +174,5 @@ fn same_contents(of_ranks: &[Contents]) -> Result<Contents, Error> {
 }
 
 pub(super) fn panicked(panic: &(dyn Any + Send)) -> Error {
-    Error::broken(SAVING, format!("it panicked: {}", message(panic)))
+    Error::broken(SAVING, format!("it panicked: {}", panic_message(panic)))
 }

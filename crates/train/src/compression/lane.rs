@@ -9,7 +9,6 @@ use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::Compression;
 use crate::lane::{Call, Elements, Lane, Memory, Pending, Target, Tensor, Tensors};
-use crate::panics::message;
 use crate::protocol::Refusal;
 use bonfire_core::internal::{ByteOperations, Request, hash, lock};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
@@ -217,7 +216,7 @@ impl Compressor {
     /// Runs the user's code. A panic of it is an error, because the other ranks wait for this one.
     fn guarded<R>(&self, code: impl FnOnce() -> R) -> Result<R, Error> {
         catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
-            let text = message(&*panic);
+            let text = panic_message(&*panic);
             Error::broken("compression", format!("rank {}'s encoding has panicked: {text}", self.rank))
         })
     }

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::finite::Finite;
+use super::model::Model;
 use crate::bucket::{BucketTable, Schedule, WINDOW, Weighting};
 use crate::compression::Compressor;
 use crate::lane::{Call, Input, Lane, Pending, Source, Target, Tensor, Tensors, Unconfirmed, input};
@@ -18,13 +19,6 @@ use bonfire_core::{DType, Error, Group, Operation};
 
 /// How long a wait with a limit sleeps at a time: little beside the transfer of a block.
 const POLL: Duration = Duration::from_micros(50);
-
-/// What a model's exchanges have in common.
-pub(crate) struct Model {
-    pub parameters: Arc<[Parameter]>,
-    pub tensors: Arc<dyn Tensors>,
-    pub layout: Arc<Layout>,
-}
 
 /// The lanes of gradients: they are reduced over the ranks that have different parts, and then over those that have the
 /// same ones.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::exchange::Model;
+use super::model::Model;
 use crate::lane::Tensor;
 use crate::protocol::Problem;
 use bonfire_core::{DType, Error};

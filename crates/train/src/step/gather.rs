@@ -1,6 +1,6 @@
 //! Gathers parameters of which each rank has a part.
 
-use super::exchange::Model;
+use super::model::Model;
 use crate::lane::{Call, Lane, Pending, Source, Target, Tensor, input};
 use crate::shards::ALIGNED;
 use bonfire_core::Error;

@@ -4,8 +4,9 @@ use std::mem::replace;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::exchange::{Channel, Model};
+use super::exchange::Channel;
 use super::last::Last;
+use super::model::Model;
 use super::stop::Stopping;
 use super::sums::Sums;
 use crate::bucket::{BucketTable, Limits, buckets};

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::exchange::Model;
+use super::model::Model;
 use crate::lane::Tensor;
 use bonfire_core::DType;
 

@@ -10,10 +10,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use self::ordered::Ordered;
 pub use self::strategy::{at_epoch, for_rank};
+use super::sampler::{Epoch, ShardedSampler, Tail};
 use crate::agree::all_or_none;
-use crate::panics::message;
-use crate::sampler::{Epoch, ShardedSampler, Tail};
-use bonfire_core::internal::AgreedOperations;
+use bonfire_core::internal::{AgreedOperations, panic_message};
 use bonfire_core::{Error, Group};
 
 const OPERATION: &str = "data loader";
@@ -282,7 +281,7 @@ impl<T: Send + 'static> Iterator for Batches<T> {
 /// Makes the batch of these samples.
 fn made<T>(rank: usize, epoch: usize, shard: &[usize], make: &Make<T>) -> Made<T> {
     let panicked = |panic: Box<dyn std::any::Any + Send>| {
-        let text = message(&*panic);
+        let text = panic_message(&*panic);
         let first = shard.first().map_or(String::new(), |first| format!(", the first of which is {first}"));
         let reason = format!(
             "loading {} samples{first}, of epoch {epoch} panicked on rank {rank}: {text}; the data set and the batcher \
