@@ -133,6 +133,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
+    use std::thread;
 
     #[test]
     fn results_come_in_the_order_of_the_jobs_even_if_the_first_ends_last() {
@@ -149,6 +150,29 @@ mod tests {
         };
         let made: Vec<_> = Ordered::start(4, 0..100, make).unwrap().collect();
         assert_eq!(made, (0..100).map(|job| 10 * job).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_next_result_is_waited_for_though_later_ones_are_there() {
+        let ((release, held), (sender, made)) = (mpsc::channel::<()>(), mpsc::channel());
+        let held = Mutex::new(held);
+        let make = move |job: usize| {
+            match job {
+                0 => drop(lock(&held).recv()),
+                _ => sender.send(()).unwrap(),
+            }
+            job
+        };
+        let ordered = Ordered::start(2, 0..4, make).unwrap();
+        let (deliver, delivered) = mpsc::channel();
+        let consumer = thread::spawn(move || ordered.for_each(|job| deliver.send(job).unwrap()));
+        (1..4).for_each(|_| made.recv().unwrap());
+        // An iterator that would return one of these has time to do so.
+        (0..1000).for_each(|_| thread::yield_now());
+        assert_eq!(delivered.try_recv(), Err(mpsc::TryRecvError::Empty));
+        drop(release);
+        consumer.join().unwrap();
+        assert_eq!(delivered.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3]);
     }
 
     #[test]
