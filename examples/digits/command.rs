@@ -37,7 +37,7 @@ pub struct Args {
     /// Learning rate
     #[arg(long, default_value_t = 0.001, value_parser = learning_rate)]
     lr: f64,
-    /// Save a checkpoint in this folder after every epoch
+    /// Save a checkpoint in this folder after every epoch, and at SIGTERM
     #[arg(long, value_name = "FOLDER")]
     save: Option<PathBuf>,
     /// Resume from the newest checkpoint in this folder
@@ -92,7 +92,7 @@ pub fn run(train: fn(u8, Group, &Args) -> Result<(), Failure>) -> ExitCode {
             usage_error(&format!("--ranks is for ranks that are threads; {} started them as processes", launched.by))
         }
         (Some(_), None) => builder.connect().map(|group| vec![group]),
-        (None, _) => Group::threads(threads.into()),
+        (None, _) => builder.threads(threads.into()),
     });
     let groups = match groups {
         Ok(groups) => groups,

@@ -87,6 +87,11 @@ pub fn report_test(accuracy: f64, part_bytes: Option<usize>) -> io::Result<()> {
     writeln!(out, "test accuracy: {:.1} %", 100.0 * accuracy)
 }
 
+/// Prints how to go on with a job that was asked to stop.
+pub fn report_stop() -> io::Result<()> {
+    writeln!(io::stdout(), "stopped, and saved: go on with --resume")
+}
+
 /// Returns a progress bar for rank 0's terminal, and a hidden one on other ranks. `left` batches are to come.
 fn progress_bar(group: &Group, sampler: &ShardedSampler, left: usize) -> ProgressBar {
     if group.rank() != 0 {

@@ -13,7 +13,7 @@ use crate::Failure;
 use crate::data::{Digits, PIXELS};
 use crate::job::{Outcome, TrainingJob};
 use crate::model::Network;
-use crate::progress::{Progress, report_test};
+use crate::progress::{Progress, report_stop, report_test};
 
 /// What is the same on all ranks after each step. The user's state are the settings, as text.
 pub type State<B> = TrainingState<B, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>, f64, String>;
@@ -27,6 +27,18 @@ struct Training<B: AutodiffBackend> {
     checkpoints: Option<Checkpoints>,
     progress: Progress,
     outcome: Outcome,
+}
+
+impl<B: AutodiffBackend> Training<B> {
+    /// Saves a checkpoint, if there is a folder for it.
+    fn save(&mut self) -> Result<(), Failure> {
+        match (&mut self.checkpoints, &self.sharded) {
+            (None, _) => {}
+            (Some(checkpoints), None) => checkpoints.save(&self.state)?,
+            (Some(checkpoints), Some(optimizer)) => checkpoints.save((&self.state, optimizer))?,
+        }
+        Ok(())
+    }
 }
 
 impl TrainingJob<'_> {
@@ -86,7 +98,8 @@ impl TrainingJob<'_> {
         }
     }
 
-    /// Makes a step, ends an epoch or, after all epochs, runs the test. Returns true after the test.
+    /// Makes a step, ends an epoch or, after all epochs, runs the test. Returns true after the test, and if the job was
+    /// asked to stop, after it has saved.
     fn advance<B: AutodiffBackend>(&self, training: &mut Training<B>, device: &B::Device) -> Result<bool, Failure> {
         let (digits, test) = &self.data;
         if training.state.epoch >= self.epochs {
@@ -126,6 +139,14 @@ impl TrainingJob<'_> {
             let (loss, right) = (loss.into_scalar().elem(), count_right(scores, labels));
             training.progress.count(shard.len(), loss, right);
         }
+        if training.checkpoints.is_some() && training.ddp.should_stop() {
+            training.save()?;
+            training.progress.abandon();
+            if training.ddp.group().rank() == 0 {
+                report_stop()?;
+            }
+            return Ok(true);
+        }
         Ok(false)
     }
 
@@ -141,12 +162,7 @@ impl TrainingJob<'_> {
             progress.report(self, state.epoch, loss, accuracy)?;
         }
         *progress = Progress::new(self, ddp.group(), state.epoch, 0)?;
-        match (&mut training.checkpoints, &training.sharded) {
-            (None, _) => {}
-            (Some(checkpoints), None) => checkpoints.save(&training.state)?,
-            (Some(checkpoints), Some(optimizer)) => checkpoints.save((&training.state, optimizer))?,
-        }
-        Ok(())
+        training.save()
     }
 
     /// Continues without the lost ranks, from the step that the remaining ranks have in common.

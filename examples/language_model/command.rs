@@ -32,7 +32,7 @@ pub struct Args {
     /// With `full` and `grads`: replicas, and ranks that shard each, as `2x2` [default: 1x the number of ranks]
     #[arg(long, value_name = "REPLICASxRANKS", value_parser = mesh)]
     pub mesh: Option<[usize; 2]>,
-    /// Save checkpoints in this folder, in the background, and after the last step
+    /// Save checkpoints in this folder, in the background, after the last step, and at SIGTERM
     #[arg(long, value_name = "FOLDER")]
     pub save: Option<PathBuf>,
     /// Steps between two checkpoints
@@ -69,7 +69,7 @@ pub fn run(train: fn(Group, &Args, bool) -> Result<(), Failure>) -> ExitCode {
             usage_error(&format!("--ranks is for ranks that are threads; {} started them as processes", launched.by))
         }
         (Some(_), None) => builder.connect().map(|group| vec![group]),
-        (None, _) => Group::threads(threads.into()),
+        (None, _) => builder.threads(threads.into()),
     });
     let groups = match groups {
         Ok(groups) => groups,

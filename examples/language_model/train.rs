@@ -76,6 +76,7 @@ impl TrainingJob<'_> {
         let batch = self.settings.batch;
         let first = state.epoch * batches + state.samples / batch;
         let mut shards = sampler.epoch(state.epoch)?.after(state.samples);
+        let mut stop = false;
         for step in first..self.steps {
             if shards.len() == 0 {
                 state.next_epoch();
@@ -84,7 +85,8 @@ impl TrainingJob<'_> {
             let shard = shards.next().ok_or("the text is too short")?;
             let loss = form.step(&mut state, tensors(&self.text.train, &shard, device), shard.len(), batch)?;
             outcome.losses.push(loss);
-            let last = step + 1 == self.steps;
+            stop = checkpoints.is_some() && form.should_stop();
+            let last = stop || step + 1 == self.steps;
             if let Some(checkpoints) =
                 checkpoints.as_mut().filter(|_| last || (step + 1).is_multiple_of(self.save_every))
             {
@@ -95,11 +97,20 @@ impl TrainingJob<'_> {
                 let rate = trained as f64 / start.elapsed().as_secs_f64();
                 writeln!(io::stdout(), "step {}/{}: loss {loss:.4}, {rate:.0} tokens/s", step + 1, self.steps)?;
             }
+            if stop {
+                break;
+            }
         }
         if let Some(checkpoints) = &mut checkpoints {
             checkpoints.wait()?;
         }
         let model = form.whole(&state)?.valid();
+        if stop {
+            if self.report && group.rank() == 0 {
+                writeln!(io::stdout(), "stopped, and saved: go on with --resume")?;
+            }
+            return Ok((outcome, model));
+        }
         outcome.loss_per_byte = self.test(&group, &form, &model, device)?;
         self.report(&group, &model, &outcome, device)?;
         Ok((outcome, model))

@@ -14,7 +14,11 @@ mod progress;
 mod train;
 
 use std::fs;
+#[cfg(unix)]
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+#[cfg(unix)]
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
@@ -220,6 +224,28 @@ fn every_rank_reports_a_bad_checkpoint() {
     fails(&settings(), "rank-0.safetensors: its part of ");
     fs::write(&file, "no checkpoint").unwrap();
     fails(&settings(), "rank-0.safetensors: its header is truncated or damaged");
+}
+
+#[test]
+#[cfg(unix)]
+fn a_program_that_is_asked_to_stop_saves_and_can_go_on() {
+    for shard in [&[][..], &["--shard"]] {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().to_str().unwrap();
+        let program = || {
+            let mut program = Command::new(env!("CARGO_BIN_EXE_digits"));
+            program.args(["--ranks", "2"]).args(shard);
+            program
+        };
+        let arguments = ["--epochs", "100000", "--save", folder];
+        let mut child = program().args(arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+        assert!(lines.any(|line| line.starts_with("epoch 1/100000: ")), "it ends before");
+        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+        assert_eq!(lines.last().as_deref(), Some("stopped, and saved: go on with --resume"));
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+        assert!(program().args(["--epochs", "1", "--resume", folder]).output().unwrap().status.success());
+    }
 }
 
 /// From the same weights, the first steps on two logical devices of a GPU and on the host have nearly the same losses

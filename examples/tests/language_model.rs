@@ -14,8 +14,12 @@ mod train;
 #[path = "../language_model/writing.rs"]
 mod writing;
 
+#[cfg(unix)]
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Command;
+#[cfg(unix)]
+use std::process::Stdio;
 
 use bonfire_testing::ranks;
 use burn::backend::Autodiff;
@@ -192,4 +196,25 @@ fn the_program_prints_the_loss_last_and_refuses_wrong_arguments() {
         let status = if arguments[0] == "--resume" { 1 } else { 2 };
         assert!(output.status.code() == Some(status) && text.contains(expected), "{arguments:?}: {text}");
     }
+}
+
+#[test]
+#[cfg(unix)]
+fn a_program_that_is_asked_to_stop_saves_and_can_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let program = env!("CARGO_BIN_EXE_language_model");
+    let mut child = Command::new(program)
+        .args(["--ranks", "2", "--batch", "2", "--steps", "3000", "--save-every", "3000", "--save", folder])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with("step 300/3000: ")), "it ends before");
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    assert_eq!(lines.last().as_deref(), Some("stopped, and saved: go on with --resume"));
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let output =
+        Command::new(program).args(["--ranks", "2", "--batch", "2", "--steps", "1", "--resume", folder]).output();
+    assert!(output.unwrap().status.success());
 }

@@ -95,6 +95,14 @@ impl Form {
         Ok(mean)
     }
 
+    /// Whether all ranks should save and end.
+    pub fn should_stop(&self) -> bool {
+        match self {
+            Form::Replicas(ddp) | Form::Optimizer(ddp, _) => ddp.should_stop(),
+            Form::Parts(parallel) => parallel.should_stop(),
+        }
+    }
+
     /// Returns the whole model.
     pub fn whole(&self, state: &State) -> Result<LanguageModel, Error> {
         match self {

@@ -30,6 +30,7 @@ pub fn run(group: &Group, args: &Args, text: &Text, device: &Device, alone: bool
     let (batches, start) = (sampler.batches(), Instant::now());
     let first = state.epoch * batches + state.samples / batch_size;
     let mut shards = sampler.epoch(state.epoch)?.after(state.samples);
+    let mut stop = false;
     for step in first..args.steps {
         if shards.len() == 0 {
             state.next_epoch();
@@ -37,7 +38,8 @@ pub fn run(group: &Group, args: &Args, text: &Text, device: &Device, alone: bool
         }
         let shard = shards.next().ok_or("the text is too short")?;
         let loss = form.step(&mut state, tensors(&text.train, &shard, device), shard.len(), batch_size)?;
-        let last = step + 1 == args.steps;
+        stop = checkpoints.is_some() && form.should_stop();
+        let last = stop || step + 1 == args.steps;
         let is_due = |every: usize| last || (step + 1).is_multiple_of(every);
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| is_due(args.save_every as usize)) {
             form.save_in_background(&state, checkpoints)?;
@@ -47,9 +49,18 @@ pub fn run(group: &Group, args: &Args, text: &Text, device: &Device, alone: bool
             let rate = trained as f64 / start.elapsed().as_secs_f64();
             writeln!(io::stdout(), "step {}/{}: loss {loss:.4}, {rate:.0} tokens/s", step + 1, args.steps)?;
         }
+        if stop {
+            break;
+        }
     }
     if let Some(checkpoints) = &mut checkpoints {
         checkpoints.wait()?;
+    }
+    if stop {
+        if group.rank() == 0 {
+            writeln!(io::stdout(), "stopped, and saved: go on with --resume")?;
+        }
+        return Ok(());
     }
     let (model, device) = (form.whole(&state)?.valid(), device.clone().inner());
     let loss_per_byte = test(group, &form, &model, &text.test, batch_size)?;
