@@ -43,6 +43,8 @@ pub struct Args {
 
 const LONG_HELP: &str = "\
 What is compared:
+  where      Where in the program each rank was when its trace was taken. Of a rank without a trace, what it
+             has told a rank that waited for it until its deadline.
   missing    The job is stuck at the first operation that some rank has not completed. A rank is
              missing there if it has no trace, if its last call precedes that operation, or if it
              called the operation only after it had failed on another rank of its host.
@@ -110,8 +112,12 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
 /// Replaces control characters in a trace: its texts are printed and must not control the terminal.
 fn sanitise(mut trace: Trace) -> Trace {
     let sites = trace.operations.iter_mut().map(|record| &mut record.at);
-    let optional = trace.group.iter_mut().chain(&mut trace.failure);
-    for text in [&mut trace.host, &mut trace.clock].into_iter().chain(optional).chain(sites) {
+    let optional = trace.group.iter_mut().chain(&mut trace.job).chain(&mut trace.failure);
+    let places = trace.whereabouts.iter_mut().flat_map(|(_, whereabouts)| {
+        let calls = whereabouts.calls.iter_mut().chain(&mut whereabouts.background).chain(&mut whereabouts.last);
+        calls.flat_map(|call| [&mut call.function, &mut call.at]).chain([&mut whereabouts.progress])
+    });
+    for text in [&mut trace.host, &mut trace.clock].into_iter().chain(optional).chain(sites).chain(places) {
         if text.contains(char::is_control) {
             *text = text.replace(char::is_control, "?");
         }

@@ -131,6 +131,39 @@ fn a_missing_rank_is_named() {
         let text = text(&traces);
         let words = "missing   rank 1 has no trace; at #5 ranks 0, 2 called all_reduce(f32 x 8, sum)";
         assert!(text.contains(words) && text.contains("tests/trace.rs:"), "{text}");
+        // It has told the others.
+        let told = "rank 1 is in no call of Bonfire's for";
+        assert!(text.contains(told) && text.contains(&format!("since barrier at {}:", file!())), "{text}");
+    }
+}
+
+#[test]
+fn ranks_that_wait_in_two_groups_are_placed_in_the_program() {
+    const LINES: [u32; 2] = [line!() + 7, line!() + 8];
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        let lane = group.subgroup(&[0, 1, 2]).expect("all ranks call it");
+        // The lane's deadline is longer, as that of checkpoints is.
+        let lane = lane.with_deadline(bonfire_testing::DEADLINE);
+        let result = match group.rank() {
+            0 => lane.all_gather(&mut [0u8; 3]),
+            _ => group.all_reduce(&mut [1f32; 8], ReduceOp::Sum),
+        };
+        return report(&result.map(|()| String::new()));
+    }
+    for transport in BOTH {
+        let folder = tempfile::tempdir().unwrap();
+        let name = "ranks_that_wait_in_two_groups_are_placed_in_the_program";
+        let ranks = Process::start_ranks_with(name, 3, transport, "3", &trace_to(folder.path()));
+        let errors = [1, 2].map(|rank| ranks[rank].outcome().unwrap_err().to_string());
+        let [gather, reduce] = LINES.map(|line| format!("{}:{line}", file!()));
+        let places = format!("rank 0 is in all_gather at {gather}; ranks 1, 2 are in all_reduce at {reduce}");
+        assert!(errors.iter().all(|error| error.contains(&places)), "{errors:?}");
+        ranks[0].outcome().unwrap_err();
+        let text = text(folder.path());
+        // The group of the deadline, and that in which rank 0 learns that the others have left.
+        assert_eq!(text.matches("; it was made of group ").count(), 1, "{text}");
+        assert!(text.contains(&format!("where     {places}")), "{text}");
     }
 }
 

@@ -1,5 +1,8 @@
 //! Diagnosis of the traces of one group: where it is stuck, and which ranks disagree.
 
+use std::collections::BTreeMap;
+
+use bonfire::error::Whereabouts;
 use bonfire::trace::{Message, Record, State, Trace};
 use bonfire::{Call, Operation};
 use serde::{Serialize, Serializer};
@@ -100,6 +103,17 @@ impl Diagnosis {
         let done = |trace: &Trace| trace.operations.iter().all(|record| record.state == State::Done);
         let healthy = self.traces.iter().all(|trace| trace.failure.is_none() && done(trace));
         healthy && self.absent.is_empty() && self.stall.is_none() && self.disagreements.is_empty()
+    }
+
+    /// Returns where each rank was in its program, as far as it is known: by its own trace, or else by that of a rank
+    /// that waited for it.
+    pub fn whereabouts(&self) -> Vec<(usize, Whereabouts)> {
+        let own = self.traces.iter().map(|trace| (trace.rank, trace));
+        let of_absent = self.absent.iter().flat_map(|rank| self.traces.iter().map(move |trace| (*rank, trace)));
+        let told = own
+            .chain(of_absent)
+            .filter_map(|(rank, trace)| trace.whereabouts.iter().find(|(of, _)| *of == rank).cloned());
+        told.collect::<BTreeMap<_, _>>().into_iter().collect()
     }
 
     /// Returns the different failures, each with its ranks.

@@ -6,12 +6,16 @@ use serde_json::{Value, json};
 use super::diagnosis::{Called, Diagnosis, Disagreement, Stall, Unmatched, group_equal};
 use super::pace::{Pace, RankDelays};
 use crate::text::{list, named, numbers, time};
+use bonfire_core::internal::Places;
 
 /// Returns a text of several lines, the findings first.
 pub fn text(group: &Diagnosis, last: usize) -> String {
     let size = group.traces.len() + group.absent.len();
     let name = group.traces.first().and_then(|trace| trace.group.as_deref()).unwrap_or("without a name");
-    let mut lines = vec![format!("group {name}: traces of {} of {size} ranks", group.traces.len()), String::new()];
+    let job = group.traces.first().and_then(|trace| trace.job.as_deref()).filter(|job| *job != name);
+    let made_of = job.map_or(String::new(), |job| format!("; it was made of group {job}"));
+    let heading = format!("group {name}: traces of {} of {size} ranks{made_of}", group.traces.len());
+    let mut lines = vec![heading, String::new()];
     lines.extend(findings(group).into_iter().map(|(kind, what)| format!("{kind:<10}{what}")));
     lines.push(String::new());
     lines.extend(columns(ranks(group)));
@@ -31,6 +35,10 @@ pub fn text(group: &Diagnosis, last: usize) -> String {
 fn findings(group: &Diagnosis) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
     found.extend(group.failures().into_iter().map(|(text, ranks)| ("failed", format!("{}: {text}", named(&ranks)))));
+    let whereabouts = group.whereabouts();
+    if !group.is_healthy() && !whereabouts.is_empty() {
+        found.push(("where", Places(&whereabouts).to_string()));
+    }
     let at = group.stall.as_ref().map_or(String::new(), at);
     if !group.absent.is_empty() {
         let verb = if group.absent.len() == 1 { "has" } else { "have" };
@@ -234,6 +242,8 @@ pub fn object(group: &Diagnosis, last: usize) -> Value {
     let failures = group.failures().into_iter().map(|(text, ranks)| json!({ "failure": text, "ranks": ranks }));
     json!({
         "group": group.traces.first().and_then(|trace| trace.group.as_deref()),
+        "job": group.traces.first().and_then(|trace| trace.job.as_deref()),
+        "whereabouts": group.whereabouts(),
         "world_size": group.traces.len() + group.absent.len(),
         "failures": failures.collect::<Vec<_>>(),
         "absent": group.absent,

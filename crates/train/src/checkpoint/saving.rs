@@ -13,7 +13,7 @@ use super::format::{self, FileId, FileSummary, Manifest};
 use super::parts::{Parts, check_equal};
 use super::{Collect, OPENING, SAVING, Snapshot};
 use crate::parameters::Digested;
-use bonfire_core::internal::{AgreedOperations, process_number, random};
+use bonfire_core::internal::{AgreedOperations, panic_message, process_number, random};
 use bonfire_core::{Error, Group};
 
 /// Opens a folder to save sets in it: tries on all ranks what a save does. Returns rank 0's claim.

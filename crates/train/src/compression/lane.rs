@@ -10,7 +10,7 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use super::Compression;
 use crate::lane::{Call, Elements, Lane, Memory, Pending, Target, Tensor, Tensors};
 use crate::protocol::Refusal;
-use bonfire_core::internal::{ByteOperations, Request, hash, lock};
+use bonfire_core::internal::{ByteOperations, Request, hash, lock, panic_message};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
 /// What is cut off is kept up to so many times the largest gradient. An encoding of one bit sends an outlier in as many

@@ -10,10 +10,9 @@ use super::finite::Finite;
 use super::model::Model;
 use crate::bucket::{BucketTable, Schedule, WINDOW, Weighting};
 use crate::compression::Compressor;
-use crate::lane::{Call, Input, Lane, Pending, Source, Target, Tensor, Tensors, Unconfirmed, input};
-use crate::parameters::Parameter;
+use crate::lane::{Call, Input, Lane, Pending, Source, Target, Tensor, Unconfirmed, input};
 use crate::protocol::{Problem, Refusal};
-use crate::shards::{Layout, Placement};
+use crate::shards::Placement;
 use bonfire_core::internal::{AgreedOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
 
