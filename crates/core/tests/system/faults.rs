@@ -318,7 +318,10 @@ fn a_lack_of_descriptors_does_not_disable_interrupts_for_later_groups() {
             Failing { call: libc::SYS_socketpair as u32, own: false, errno: libc::EMFILE, first: 1, step: 0 };
         fail(socketpair).expect("the system has filters for system calls");
         let error = Group::from_env().expect_err("it needs descriptors");
-        assert!(matches!(&error, Error::Io { operation, .. } if operation.contains("signals that end the process")), "{error}");
+        assert!(
+            matches!(&error, Error::Io { operation, .. } if operation.contains("signals that end the process")),
+            "{error}"
+        );
         let _group = Group::from_env().expect("there are descriptors now");
         send_line("ready");
         loop {
