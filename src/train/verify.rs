@@ -74,8 +74,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if trained parameters differ: it names the first one and the ranks.
-    /// Otherwise the errors of [`Group::all_reduce`], and [`Error::Io`] if a state cannot be read from its device. The
-    /// model is lost then: pass a clone if you need it.
+    /// Otherwise the errors of [`Group::all_reduce`](crate::Group::all_reduce), and [`Error::Io`] if a state cannot be
+    /// read from its device. The model is lost then: pass a clone if you need it.
     ///
     /// [`SyncBatchNorm`]: crate::SyncBatchNorm
     #[track_caller]

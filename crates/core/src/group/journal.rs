@@ -2,7 +2,7 @@
 //!
 //! A group, its subgroups and the groups that they shrink to have one journal. Operations are in the recorders of these
 //! groups. Functions of layers above consist of several operations, also of other groups, and of computations between
-//! them; they [`enter`] the journal. While a thread is in such a function, operations are recorded with the line where
+//! them; they enter the journal. While a thread is in such a function, operations are recorded with the line where
 //! the program calls that function. So errors and traces name lines of the program, also for what runs in closures,
 //! hooks and layers of a model, whose callers are not the program.
 
@@ -23,7 +23,7 @@ thread_local! {
     static INSIDE: Cell<Option<CallSite>> = const { Cell::new(None) };
 }
 
-/// Returns where the program calls what this thread is in: the function that has [entered](enter) the journal, or the
+/// Returns where the program calls what this thread is in: the function that has entered the journal, or the
 /// caller of the function that calls this.
 #[track_caller]
 #[inline]
