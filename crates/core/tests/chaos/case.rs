@@ -318,7 +318,8 @@ fn cause(error: &Error) -> String {
         Error::PeerLost { peer, .. } => format!("rank {peer} was lost"),
         Error::Left { rank, .. } => format!("rank {rank} left"),
         Error::Timeout { missing, .. } => format!("ranks {missing:?} are missing"),
-        Error::Mismatch { .. } => error.to_string(),
+        // Where the ranks are depends on when they are asked.
+        Error::Mismatch { sequence, calls, .. } => format!("mismatch at #{sequence}: {calls:?}"),
         Error::Rendezvous { .. } => "rendezvous".into(),
         other => format!("{other:?}"),
     }
