@@ -243,25 +243,21 @@ impl Control {
 
     /// Sends a message to one rank. If there is no path to it, forms a mesh first.
     fn send(&mut self, peer: usize, message: Message) {
-        if let Connection::Open(writer) = &self.connections[peer] {
-            return writer.send(Frame::Own(message));
-        }
-        if let Some(hub) = self.hub() {
-            return hub.send(Frame::Relay { to: Some(peer as u32), message });
-        }
+        let Some(message) = self.tell(peer, message) else { return };
         self.form_mesh();
         if let Connection::Pending(first) = &mut self.connections[peer] {
             first.push(message);
         }
     }
 
-    /// Sends a message to one rank, if there is a path to it.
-    fn tell(&mut self, peer: usize, message: Message) {
-        if let Connection::Open(writer) = &self.connections[peer] {
-            writer.send(Frame::Own(message));
-        } else if let Some(hub) = self.hub() {
-            hub.send(Frame::Relay { to: Some(peer as u32), message });
+    /// Sends a message to one rank. Gives it back if there is no path to the rank.
+    fn tell(&self, peer: usize, message: Message) -> Option<Message> {
+        match (&self.connections[peer], self.hub()) {
+            (Connection::Open(writer), _) => writer.send(Frame::Own(message)),
+            (_, Some(hub)) => hub.send(Frame::Relay { to: Some(peer as u32), message }),
+            (_, None) => return Some(message),
         }
+        None
     }
 
     /// Handles a request from the threads that run operations.
@@ -269,7 +265,7 @@ impl Control {
         match outgoing {
             ControlRequest::Calling(site) => self.ask(site),
             ControlRequest::Called(peer, site) => self.answer(peer, site),
-            ControlRequest::Locate(peer) => self.tell(peer, Message::Locate),
+            ControlRequest::Locate(peer) => drop(self.tell(peer, Message::Locate)),
             ControlRequest::Meet => {
                 if self.star.as_ref().is_some_and(|star| star.hub == Hub::Left) {
                     self.form_mesh();

@@ -12,9 +12,7 @@ use crate::auth::Secret;
 use crate::control::invitation::random;
 use crate::plan::{self, Selection};
 #[cfg(unix)]
-use crate::rendezvous::env::unknown_variables;
-#[cfg(unix)]
-use crate::rendezvous::{Launched, Numbers, StopSettings, StopSignal, TransportKind};
+use crate::rendezvous::{Launched, Numbers, StopSettings, StopSignal, TransportKind, env::unknown_variables};
 #[cfg(unix)]
 use crate::report;
 #[cfg(unix)]

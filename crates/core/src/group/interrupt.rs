@@ -182,7 +182,7 @@ impl Request {
         Request { signal, since: Instant::now(), limit: (!stop::is_heard()).then_some(limit) }
     }
 
-    /// Returns how long to wait for the next signal: at least a moment, as no time at all means for ever.
+    /// Returns how long to wait for the next signal: at least 1 ms, because a read timeout of zero is an error.
     fn left(&self) -> Option<Duration> {
         let left = self.limit?.saturating_sub(self.since.elapsed());
         Some(left.max(Duration::from_millis(1)))

@@ -276,7 +276,7 @@ impl Control {
         }
         match apply_message(&self.status, from, message) {
             Some(Message::Called(mine)) => self.answer(from, mine),
-            Some(answer) => self.tell(from, answer),
+            Some(answer) => drop(self.tell(from, answer)),
             None => {}
         }
     }
