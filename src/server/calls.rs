@@ -94,9 +94,12 @@ impl<'a> Wait<'a> {
                 _ => Error::Timeout { site, rank: self.device, missing, elapsed, whereabouts: Box::default() },
             });
         }
-        self.slow_wait.warn(self.device, || match missing[..] {
-            [] => format!("at {site}: {late}"),
-            _ => format!("at {site} for {}", RankList(&missing)),
+        self.slow_wait.warn(self.device, || {
+            let what = match missing[..] {
+                [] => format!("at {site}: {late}"),
+                _ => format!("at {site} for {}", RankList(&missing)),
+            };
+            (what, String::new())
         });
         Ok(self.slow_wait.pause().max(Duration::from_millis(1)))
     }

@@ -43,6 +43,9 @@ pub enum Event {
         elapsed: Duration,
         /// In which operation, for which ranks.
         what: String,
+        /// Where ranks are in their programs, after a colon, if that is known. Texts of two ranks differ: each has
+        /// measured times of its own.
+        places: String,
     },
     /// A group of this rank failed, or could not be made.
     Failed {
@@ -63,8 +66,8 @@ pub enum Event {
     },
 }
 
-pub fn waits(elapsed: Duration, what: String) {
-    send(|| Event::Waits { elapsed, what });
+pub fn waits(elapsed: Duration, what: String, places: String) {
+    send(|| Event::Waits { elapsed, what, places: cut(places) });
 }
 
 /// `number` returns the launcher's number of a rank of the group that failed, if it is known.
@@ -84,11 +87,11 @@ fn failure(error: &Error, number: impl Fn(usize) -> Option<usize>) -> Event {
     let named = named(error);
     let names_another = named.is_some();
     let named = named.unwrap_or_default().iter().filter_map(|rank| number(*rank)).take(MOST_RANKS).collect();
-    Event::Failed { names_another, named, error: text(error) }
+    Event::Failed { names_another, named, error: cut(error.to_string()) }
 }
 
-fn text(error: &Error) -> String {
-    error.to_string().chars().take(LONGEST).collect()
+fn cut(text: String) -> String {
+    text.chars().take(LONGEST).collect()
 }
 
 /// Returns the ranks that are the cause, as the error says; none if it means another rank and does not say which one,

@@ -321,9 +321,9 @@ impl Supervisor {
                 }
                 Event::Connected => self.fates.connected(local),
                 Event::Stops { steps } => self.on_stop(local, steps),
-                Event::Waits { elapsed, what } => {
+                Event::Waits { elapsed, what, places } => {
                     if what != self.last_wait {
-                        self.note(format!("rank {} has waited {elapsed:.1?} {what}", self.first_rank + local));
+                        self.note(format!("rank {} has waited {elapsed:.1?} {what}{places}", self.first_rank + local));
                         self.last_wait = what;
                     }
                 }

@@ -125,13 +125,12 @@ impl<'a> Watch<'a> {
         }
         self.locate(&missing);
         if self.slow_wait.is_due() && (self.are_located(&missing) || self.slow_wait.is_overdue(ANSWER)) {
-            let (tag, status, rank) = (self.tag, self.status, self.rank);
+            let (tag, status, rank, of) = (self.tag, self.status, self.rank, self.asked_for(&missing));
             self.slow_wait.warn(rank, || {
-                let mut known = status.whereabouts(&asked(&missing, status.world_size()));
+                let mut known = status.whereabouts(&of);
                 known.extend(status.own_whereabouts().map(|own| (rank, own)));
                 known.sort_by_key(|(rank, _)| *rank);
-                let places = if known.is_empty() { String::new() } else { format!(": {}", Places(&known)) };
-                format!("in {tag} for {}{places}", RankList(&missing))
+                (format!("in {tag} for {}", RankList(&missing)), Places(&known).to_string())
             });
         }
         Ok(())
@@ -142,17 +141,21 @@ impl<'a> Watch<'a> {
         let due = [self.slow_wait.is_due(), self.deadline.remaining() <= ANSWER.min(self.deadline.tenth())];
         if due.get(self.asked).is_some_and(|due| *due) {
             self.asked += 1;
-            let mut asked = asked(missing, self.status.world_size());
-            asked.retain(|peer| *peer != self.rank);
-            self.ask_where(&asked);
+            self.ask_where(&self.asked_for(missing));
         }
     }
 
-    /// Whether the missing ranks have answered, those that were asked.
+    /// Whether all ranks that were asked have answered.
     fn are_located(&self, missing: &[usize]) -> bool {
-        let world_size = self.status.world_size();
-        let of_missing: Vec<_> = asked(missing, world_size).into_iter().filter(|rank| missing.contains(rank)).collect();
-        self.status.whereabouts(&of_missing).len() == of_missing.len()
+        let asked = self.asked_for(missing);
+        self.status.whereabouts(&asked).len() == asked.len()
+    }
+
+    /// The ranks that are asked where they are when these are missing.
+    fn asked_for(&self, missing: &[usize]) -> Vec<usize> {
+        let mut asked = asked(missing, self.status.world_size());
+        asked.retain(|peer| *peer != self.rank);
+        asked
     }
 
     /// The ranks for which this operation waits: those that have not begun it, or if all have, `peer`.
@@ -208,8 +211,7 @@ impl<'a> Watch<'a> {
     /// Returns the fault of ranks that disagree, once those that called something else have said where they are. They
     /// are still there: they wait for the same answers, or for this rank's error.
     pub fn mismatch(&self, error: Error) -> Fault {
-        let others = error.others(&self.tag.call);
-        let asked: Vec<_> = asked(&others, self.status.world_size()).into_iter().filter(|r| *r != self.rank).collect();
+        let asked = self.asked_for(&error.others(&self.tag.call));
         self.ask_where(&asked);
         let until = Instant::now() + ANSWER.min(self.deadline.remaining());
         let answered = || self.status.whereabouts(&asked).len() == asked.len();

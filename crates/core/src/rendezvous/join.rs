@@ -77,7 +77,7 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
         let (rank, elapsed) = (settings.rank, start.elapsed());
         let waiting = format!("for the group to connect: {}", waiting_for.borrow());
         log::warn!("rank {rank} has waited {elapsed:.1?} {waiting}");
-        report::waits(elapsed, waiting);
+        report::waits(elapsed, waiting, String::new());
         pending().await
     };
     let joined = tokio::select! {

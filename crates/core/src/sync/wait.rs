@@ -94,16 +94,17 @@ impl<'a> SlowWaitWarning<'a> {
         self.deadline.elapsed() >= self.deadline.tenth() + time.min(self.deadline.tenth())
     }
 
-    /// Logs the warning and reports it to the launcher, if it is due and not done yet. `waiting` says for which
-    /// operation and which ranks.
-    pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> String) {
+    /// Logs the warning and reports it to the launcher, if it is due and not done yet. `waiting` says in which
+    /// operation and for which ranks, which all ranks that wait say alike; and where ranks are, if that is known.
+    pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> (String, String)) {
         let elapsed = self.deadline.elapsed();
         if !self.warned && elapsed >= self.deadline.tenth() {
             self.warned = true;
-            let waiting = waiting();
-            log::warn!("rank {rank} has waited {elapsed:.1?} {waiting}");
+            let (what, places) = waiting();
+            let places = if places.is_empty() { places } else { format!(": {places}") };
+            log::warn!("rank {rank} has waited {elapsed:.1?} {what}{places}");
             #[cfg(unix)]
-            crate::report::waits(elapsed, waiting);
+            crate::report::waits(elapsed, what, places);
         }
     }
 }

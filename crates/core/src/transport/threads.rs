@@ -189,7 +189,7 @@ impl ThreadEndpoint {
                 if !woken {
                     slow_wait.warn(self.rank, || {
                         let missing: Vec<_> = missing().collect();
-                        format!("in {site} for {}{}", RankList(&missing), self.places(&missing))
+                        (format!("in {site} for {}", RankList(&missing)), self.places(&missing))
                     });
                 }
             }
@@ -221,8 +221,7 @@ impl ThreadEndpoint {
         let mut ranks = asked(missing, self.shared.ranks.len());
         ranks.extend(Some(self.rank).filter(|rank| !ranks.contains(rank)));
         ranks.sort_unstable();
-        let known = self.whereabouts(&ranks);
-        if known.is_empty() { String::new() } else { format!(": {}", Places(&known)) }
+        Places(&self.whereabouts(&ranks)).to_string()
     }
 
     fn slot(&self, rank: usize, sequence: u64) -> *const Slot {

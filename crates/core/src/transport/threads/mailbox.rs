@@ -115,7 +115,7 @@ impl ThreadEndpoint {
             if deadline.passed() {
                 return Err(Fault::Timeout { missing: vec![peer] });
             }
-            slow_wait.warn(self.rank, || format!("in {tag} for rank {peer}{}", self.places(&[peer])));
+            slow_wait.warn(self.rank, || (format!("in {tag} for rank {peer}"), self.places(&[peer])));
         }
     }
 }
