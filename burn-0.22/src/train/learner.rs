@@ -73,11 +73,10 @@ const OPERATION: &str = "data parallel strategy";
 ///
 /// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Its folder
 /// is the only one that is written to; the others may have the same, and its renderer the only one that shows anything.
-/// Interrupting any rank stops all after the same iteration, and so does its
-/// [stop signal](crate::Builder::stop_signal). burn saves nothing then: the last checkpoint is that of the last epoch.
-/// While rank 0 validates, the others wait, for any time. But
-/// each validation batch, each checkpoint and each decision on early stopping must end within the group's
-/// [deadline](Group::deadline).
+/// Interrupting any rank stops all after the same iteration, and so does its [stop
+/// signal](crate::Builder::stop_signal). burn saves nothing then: the last checkpoint is that of the last epoch. While
+/// rank 0 validates, the others wait, for any time. But each validation batch, each checkpoint and each decision on
+/// early stopping must end within the group's [deadline](Group::deadline).
 ///
 /// To resume, rank 0 loads a checkpoint by [`SupervisedTraining::checkpoint`]. The others take over its epoch, model,
 /// optimizer and schedule. They need no checkpoint: leave the setting out where its files are not, or burn panics. All
@@ -91,18 +90,19 @@ const OPERATION: &str = "data parallel strategy";
 /// [`Error::Mismatch`]: make the number of samples a multiple of the number of ranks.
 ///
 /// # Metrics
-/// Metrics of training are over rank 0's own batches, unless they are [`averaged`](Self::averaged) over all ranks. Those
-/// of validation are over all of the data.
+/// Metrics of training are over rank 0's own batches, unless they are [`averaged`](Self::averaged) over all ranks.
+/// Those of validation are over all of the data.
 ///
 /// # Failures
-/// If a rank fails, the training ends on all of them, and each gets an error: from [`launch`](Self::launch), or, for what
-/// fails in burn's own code, in burn's `LearningResult::error`. A panic in the model's own code propagates, and the other
-/// ranks get [`Error::PeerLost`] once its group is dropped.
+/// If a rank fails, the training ends on all of them, and each gets an error: from [`launch`](Self::launch), or, for
+/// what fails in burn's own code, in burn's `LearningResult::error`. A panic in the model's own code propagates, and
+/// the other ranks get [`Error::PeerLost`] once its group is dropped.
 ///
 /// # Limits
 /// Make the model on each rank, not as a clone of one: clones share the statistics of burn's `BatchNorm`. Each rank has
-/// its own, and rank 0's are those of validation and of checkpoints. For gradient checkpointing make the model on
-/// `device.gradient_checkpointing()`: burn does not tell strategies its setting.
+/// its own during an epoch. At its end they are averaged, so that rank 0 validates and saves with those of all ranks.
+/// For gradient checkpointing make the model on `device.gradient_checkpointing()`: burn does not tell strategies its
+/// setting.
 pub struct DataParallelStrategy {
     group: Group,
     /// Where the program has made the strategy: burn calls it.
@@ -136,8 +136,9 @@ impl DataParallelStrategy {
     /// whatever the training has.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if their models, settings or averaged metrics differ, or if a model is on
-    /// several devices; the group remains usable. Otherwise the errors of [`DataParallel`](crate::DataParallel)'s steps.
+    /// [`Error::InvalidArgument`] on all ranks if their models, settings or averaged metrics differ, or if a model is
+    /// on several devices; the group remains usable. Otherwise the errors of [`DataParallel`](crate::DataParallel)'s
+    /// steps.
     ///
     /// What fails in burn's own code is in the result, on the rank that failed and on the others:
     /// [`LearningResult::error`].

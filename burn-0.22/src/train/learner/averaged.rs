@@ -1,7 +1,7 @@
 //! Metrics of training, averaged over the ranks.
 //!
-//! burn computes metrics on a thread of its own, from the outputs of a rank's model. Rank 0's are shown and recorded, so
-//! it needs the other ranks' values by then, and that thread must not wait for them. The other ranks compute their
+//! burn computes metrics on a thread of its own, from the outputs of a rank's model. Rank 0's are shown and recorded,
+//! so it needs the other ranks' values by then, and that thread must not wait for them. The other ranks compute their
 //! values themselves, on the thread that trains, and all ranks add them up before the next iteration. Only then rank 0
 //! hands its own output to burn, and the metric that burn has there adds rank 0's value.
 
@@ -22,7 +22,7 @@ use burn_train::{
 use super::{OPERATION, fail};
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
-use bonfire_train::step::averages::{Share, Shares, Weighted, add_up};
+use bonfire_train::step::averages::{Pending, Shares};
 
 /// A metric whose values of training are averaged over the ranks, from
 /// [`DataParallelStrategy::averaged`](super::DataParallelStrategy::averaged).
@@ -91,12 +91,7 @@ impl<T: Adaptor<Me::Input>, Me: Metric + Numeric> OwnMetric<T> for Me {
 /// The outputs of a rank's iterations, on their way to the metrics.
 pub(super) struct Outputs<T> {
     metrics: Vec<Averaging<Own<T>>>,
-    /// The last output and its samples, until the values of all ranks are added up.
-    last: Option<(TrainingItem<T>, u64)>,
-    /// On rank 0: the other ranks' values since the last output, by metric.
-    others: Vec<Weighted>,
-    /// This rank's samples in the epoch.
-    samples: u64,
+    pending: Pending<TrainingItem<T>>,
 }
 
 impl<T: ItemLazy + 'static> Outputs<T> {
@@ -108,8 +103,8 @@ impl<T: ItemLazy + 'static> Outputs<T> {
             Ok(Averaging { name, batches, epochs, own: *own })
         };
         let metrics = take(&mut *lock(registered)).into_iter().map(typed).collect::<Result<Vec<_>, Error>>()?;
-        let others = vec![Weighted::default(); metrics.len()];
-        Ok(Outputs { metrics, last: None, others, samples: 0 })
+        let pending = Pending::new(metrics.len());
+        Ok(Outputs { metrics, pending })
     }
 
     /// Returns the names of the metrics that are averaged.
@@ -118,73 +113,55 @@ impl<T: ItemLazy + 'static> Outputs<T> {
     }
 
     /// Takes the output of this rank's next iteration.
-    pub fn add(&mut self, item: TrainingItem<T>, samples: u64) {
-        self.samples += samples;
-        self.last = Some((item, samples));
+    pub fn enter(&mut self, item: TrainingItem<T>, samples: u64) {
+        self.pending.enter(item, samples);
     }
 
     /// Adds up the values of the last iteration. All ranks must call it, also those that had no batch.
-    pub fn average(&mut self, group: &Group, interrupter: &Interrupter) -> Result<(), Error> {
-        let own = self.own_values(group.rank(), interrupter);
-        for (others, sum) in self.others.iter_mut().zip(add_up(group, &own)?) {
-            *others = others.and(sum);
-        }
-        Ok(())
-    }
-
-    fn own_values(&mut self, rank: usize, interrupter: &Interrupter) -> Vec<Weighted> {
-        let none = vec![Weighted::default(); self.metrics.len()];
-        // burn computes rank 0's.
-        let Some((item, samples)) = (if rank == 0 { None } else { self.last.take() }) else { return none };
-        let item = match item.sync() {
-            Ok(item) => item,
-            Err(error) => {
-                fail(interrupter, rank, format!("an output for the metrics cannot be read: {error}"));
-                return none;
+    pub fn add_up(&mut self, group: &Group, interrupter: &Interrupter) -> Result<(), Error> {
+        let (metrics, rank) = (&mut self.metrics, group.rank());
+        self.pending.add_up(group, |item| {
+            if metrics.is_empty() {
+                return Vec::new();
             }
-        };
-        let metadata = MetricMetadata::from(&item);
-        let value = |metric: &mut Averaging<Own<T>>| {
-            let value = metric.own.of_batch(&item.item, &metadata);
-            let value = metric.read(value, rank, interrupter).flatten();
-            value.map_or_else(Weighted::default, |value| Weighted::of(value, samples))
-        };
-        self.metrics.iter_mut().map(value).collect()
+            let item = match item.sync() {
+                Ok(item) => item,
+                Err(error) => {
+                    fail(interrupter, rank, format!("an output for the metrics cannot be read: {error}"));
+                    return vec![None; metrics.len()];
+                }
+            };
+            let metadata = MetricMetadata::from(&item);
+            let value = |metric: &mut Averaging<Own<T>>| {
+                let value = metric.own.of_batch(&item.item, &metadata);
+                metric.read(value, rank, interrupter).flatten()
+            };
+            metrics.iter_mut().map(value).collect()
+        })
     }
 
-    /// Hands rank 0's last output over to burn, with the other ranks' values since. Rank 0 keeps it while it has no
-    /// further batch: the iterations of the others belong to it.
-    pub fn deliver<V: Send>(
+    /// Hands rank 0's last output over to burn, with the other ranks' values since.
+    pub fn leave<V: Send>(
         &mut self,
         processor: &mut AsyncProcessorTraining<LearnerEvent<T>, LearnerEvent<V>>,
         interrupter: &Interrupter,
     ) {
-        let Some((item, own)) = self.last.take() else { return };
-        for (metric, others) in self.metrics.iter().zip(&mut self.others) {
-            metric.batches.push(Share { own, others: take(others) });
-        }
+        let Some((item, shares)) = self.pending.leave() else { return };
+        self.metrics.iter().zip(shares).for_each(|(metric, share)| metric.batches.push(share));
         interrupter.fail_on_error(processor.process_train(LearnerEvent::ProcessedItem(item)));
     }
 
     /// Adds up the values of the epoch. All ranks must call it.
     pub fn end_epoch(&mut self, group: &Group, interrupter: &Interrupter) -> Result<(), Error> {
-        let (rank, samples) = (group.rank(), take(&mut self.samples));
-        let own = |metric: &mut Averaging<Own<T>>| {
-            if rank == 0 || samples == 0 {
-                return Weighted::default();
-            }
+        let (metrics, rank) = (&mut self.metrics, group.rank());
+        let value = |metric: &mut Averaging<Own<T>>| {
             let value = metric.own.of_epoch();
-            metric.read(value, rank, interrupter).map_or_else(Weighted::default, |value| Weighted::of(value, samples))
+            metric.read(value, rank, interrupter)
         };
-        let own: Vec<_> = self.metrics.iter_mut().map(own).collect();
-        let others = add_up(group, &own)?;
+        let shares = self.pending.end_epoch(group, || metrics.iter_mut().map(value).collect())?;
         if rank == 0 {
-            self.metrics
-                .iter()
-                .zip(others)
-                .for_each(|(metric, others)| metric.epochs.push(Share { own: samples, others }));
+            self.metrics.iter().zip(shares).for_each(|(metric, share)| metric.epochs.push(share));
         }
-        self.others.fill(Weighted::default());
         Ok(())
     }
 }

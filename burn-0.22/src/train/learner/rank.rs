@@ -67,6 +67,8 @@ impl<M: LearnerModel> Rank<'_, M> {
             if is_leader {
                 self.interrupter.fail_on_error(leader.processor.process_train(LearnerEvent::EndSplit(epoch)));
             }
+            // Clones of a model share running statistics, such as batch norm's: this changes the learner's.
+            drop(ddp.average_states(self.learner.model())?);
             if stops || self.end_epoch(&ddp, epoch, is_leader.then_some(&mut *leader))? {
                 break;
             }
@@ -140,12 +142,12 @@ impl<M: LearnerModel> Rank<'_, M> {
             };
             // The others compute these values while batches are loaded.
             if count > 1 {
-                outputs.average(self.group, self.interrupter)?;
+                outputs.add_up(self.group, self.interrupter)?;
             }
             let next = self.agree(ddp, report)?;
             let is_leader = self.group.rank() == 0;
             if is_leader && (batch.is_some() || !matches!(next, Next::Iterate(_))) {
-                outputs.deliver(&mut leader.processor, self.interrupter);
+                outputs.leave(&mut leader.processor, self.interrupter);
             }
             let Next::Iterate(iteration) = next else {
                 outputs.end_epoch(self.group, self.interrupter)?;
@@ -160,7 +162,7 @@ impl<M: LearnerModel> Rank<'_, M> {
                 let progress =
                     Progress::new(iteration.processed as usize, iteration.total as usize, progress.unit.clone());
                 let item = TrainingItem::new(item, progress, Some(count), Some(self.learner.lr_current()));
-                outputs.add(item, iteration.weights[self.group.rank()]);
+                outputs.enter(item, iteration.weights[self.group.rank()]);
             }
         }
     }

@@ -1,5 +1,5 @@
-//! What ranks that train in lockstep agree on: before the training its settings, and before each iteration which of them
-//! have a batch, how many samples are in it, and whether one of them wants to stop.
+//! What ranks that train in lockstep agree on: before the training its settings, and before each iteration which of
+//! them have a batch, how many samples are in it, and whether one of them wants to stop.
 
 use serde::{Deserialize, Serialize};
 
