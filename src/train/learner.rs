@@ -72,9 +72,9 @@ const OPERATION: &str = "data parallel strategy";
 /// on `n` ranks are those of `n * b` samples on one device. A [`ShardedDataLoader`](crate::ShardedDataLoader) is not
 /// split: each rank gets its part of each global batch, in the epoch that it trains. All else is as on one device: an
 /// iteration uses the mean over the samples of all its batches, gradients of accumulated iterations are added, and the
-/// learning rate schedule advances with each iteration. Gradients are exchanged during the backward pass,
-/// as by [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model,
-/// start with rank 0's parameters, and end with the same.
+/// learning rate schedule advances with each iteration. Gradients are exchanged during the backward pass, as by
+/// [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model, start
+/// with rank 0's parameters, and end with the same.
 ///
 /// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Its folder
 /// is the only one that is written to; the others may have the same, and its renderer the only one that shows anything.
