@@ -7,7 +7,8 @@
 //! cargo run --release -p bonfire-examples --features cuda,ddp --bin burn_train -- --devices 2 --backend cuda
 //! ```
 //!
-//! Processes that `bonfire run` or another launcher started use Bonfire's strategy, with `--devices` devices in each.
+//! Processes that `bonfire run` or another launcher started use Bonfire's strategy, with `--devices` devices in each,
+//! of which every one is a rank.
 
 #[cfg(feature = "cuda")]
 #[path = "digits/cuda.rs"]
@@ -21,11 +22,15 @@ mod model;
 #[path = "burn_train/progress.rs"]
 mod progress;
 
+use std::panic::resume_unwind;
+use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
-use bonfire::{Builder, DataParallelStrategy};
+use bonfire::train::seeded;
+use bonfire::{Builder, DataParallelStrategy, Group};
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 use burn::backend::Autodiff;
 use burn::backend::flex::Flex;
 use burn::data::dataloader::DataLoaderBuilder;
@@ -36,14 +41,14 @@ use burn::optim::{Adam, AdamConfig, adaptor::OptimizerAdaptor};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::backend::distributed::{DistributedBackend, DistributedConfig, ReduceOperation};
 use burn_train::metric::{AccuracyMetric, LossMetric};
-use burn_train::{ExecutionStrategy, Learner, LearningComponentsMarker, SupervisedTraining, TrainingStrategy};
+use burn_train::{ExecutionStrategy, Learner, LearningComponentsMarker, SupervisedTraining};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 
 use crate::data::Images;
 use crate::digits::Digits;
 use crate::model::Network;
-use crate::progress::{Epochs, Silent};
+use crate::progress::Epochs;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type Components<B> = LearningComponentsMarker<B, LinearLrScheduler, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>>;
@@ -117,56 +122,118 @@ fn run(args: &Args) -> Result<(), Failure> {
 
 #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), allow(dead_code))]
 fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::Device>) -> Result<(), Failure> {
-    let device = devices[0].clone();
-    let (digits, test) = Digits::load()?;
+    let builder = Builder::from_env()?;
+    if builder.launched().is_none() {
+        return train_with_burn::<B>(args, devices);
+    }
+    let ranks = builder.connect_ranks(devices.len())?.into_iter().zip(devices);
+    thread::scope(|scope| {
+        let threads: Vec<_> =
+            ranks.map(|(group, device)| scope.spawn(move || train_rank::<B>(args, group, &device))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })
+}
 
-    let (strategy, rank, ranks) = strategy::<B>(devices)?;
-    let (batch, steps) = batch_per_rank(args, digits.len(), ranks);
-    let loader = DataLoaderBuilder::new(Images).batch_size(batch).shuffle(args.seed).set_device(device.clone());
-    let train = loader.build(InMemDataset::new(digits.items()));
-    let valid = DataLoaderBuilder::new(Images).batch_size(test.len()).set_device(device.clone());
-    let valid = valid.build(InMemDataset::new(test.items()));
-
+/// Trains with burn's own strategy.
+fn train_with_burn<B: AutodiffBackend + DistributedBackend>(
+    args: &Args,
+    devices: Vec<B::Device>,
+) -> Result<(), Failure> {
+    let (device, ranks) = (devices[0].clone(), devices.len());
     B::seed(&device, args.seed);
     let network = Network::<B>::new(&device);
     // burn initialises weights lazily, when they are first used. Its strategy copies the network to its devices before
     // that, and each copy would draw its own weights. Counting the parameters is such a use.
     network.num_params();
-
-    let folder = tempfile::tempdir()?;
-    let mut training = SupervisedTraining::<Components<B>>::new(folder.path(), train, valid)
+    let (data, folder) = (Data::load(args, ranks)?, tempfile::tempdir()?);
+    let config = DistributedConfig { all_reduce_op: ReduceOperation::Mean };
+    let training = data
+        .training(args, &device, folder.path())
         .metrics((AccuracyMetric::<Flex>::new(), LossMetric::<Flex>::new()))
-        .num_epochs(args.epochs as usize)
-        .with_application_logger(None)
-        .with_training_strategy(strategy);
-    training = if rank == 0 { training.renderer(Epochs::new()) } else { training.renderer(Silent) };
-
-    // In each iteration burn advances the schedule by one step for each rank.
-    let schedule = LinearLrSchedulerConfig::new(args.lr, 0.0, args.epochs as usize * steps * ranks).init()?;
+        .renderer(Epochs::new())
+        .with_training_strategy(ExecutionStrategy::ddp(devices, config).into());
     let clock = Instant::now();
-    let trained = training.launch(Learner::new(network, AdamConfig::new().init(), schedule)).model;
+    // In each iteration burn's strategy advances the schedule by one step for each rank.
+    let trained = training.launch(data.learner(args, network, ranks)?).model;
+    data.report::<B>(args, &trained, &device, ranks, clock);
+    Ok(())
+}
+
+/// Trains on a rank with Bonfire's strategy.
+fn train_rank<B: AutodiffBackend>(args: &Args, group: Group, device: &B::Device) -> Result<(), Failure> {
+    let (rank, ranks) = (group.rank(), group.world_size());
+    let network = seeded(&group, args.seed, device, || Network::<B>::new(device))?;
+    let (data, folder) = (Data::load(args, ranks)?, tempfile::tempdir()?);
+    let strategy = DataParallelStrategy::new(group);
+    let mut training = data
+        .training(args, device, folder.path())
+        .metrics(strategy.averaged(AccuracyMetric::<Flex>::new()))
+        .metrics(strategy.averaged(LossMetric::<Flex>::new()));
     if rank == 0 {
-        let (accuracy, seconds) = (100.0 * trained.accuracy(&test, &device), clock.elapsed().as_secs_f64());
-        println!("{ranks} devices, {} epochs in {seconds:.1} s", args.epochs);
-        println!("test accuracy: {accuracy:.1} %");
+        training = training.renderer(Epochs::new());
+    }
+    let clock = Instant::now();
+    let trained = strategy.launch(training, data.learner(args, network, 1)?)?.model;
+    if rank == 0 {
+        data.report::<B>(args, &trained, device, ranks, clock);
     }
     Ok(())
 }
 
-/// Returns the training strategy for these devices, this process's first rank, and the world size.
-fn strategy<B: AutodiffBackend + DistributedBackend>(
-    devices: Vec<B::Device>,
-) -> Result<(TrainingStrategy<Components<B>>, usize, usize), Failure> {
-    let builder = Builder::from_env()?;
-    if builder.launched().is_none() {
-        let ranks = devices.len();
-        let config = DistributedConfig { all_reduce_op: ReduceOperation::Mean };
-        return Ok((ExecutionStrategy::ddp(devices, config).into(), 0, ranks));
+/// The images, and how they are split into batches.
+struct Data {
+    digits: Digits,
+    test: Digits,
+    /// Images in a step of each rank.
+    batch: usize,
+    /// Steps in an epoch.
+    steps: usize,
+}
+
+impl Data {
+    fn load(args: &Args, ranks: usize) -> Result<Data, Failure> {
+        let (digits, test) = Digits::load()?;
+        let (batch, steps) = batch_per_rank(args, digits.len(), ranks);
+        Ok(Data { digits, test, batch, steps })
     }
-    let groups = builder.connect_ranks(devices.len())?;
-    let (rank, ranks) = (groups[0].rank(), groups[0].world_size());
-    let strategy = DataParallelStrategy::new(devices.into_iter().zip(groups).collect())?;
-    Ok((TrainingStrategy::Custom(Arc::new(strategy)), rank, ranks))
+
+    fn training<B: AutodiffBackend>(
+        &self,
+        args: &Args,
+        device: &B::Device,
+        folder: &Path,
+    ) -> SupervisedTraining<Components<B>> {
+        let loader = DataLoaderBuilder::new(Images).batch_size(self.batch).shuffle(args.seed);
+        let train = loader.set_device(device.clone()).build(InMemDataset::new(self.digits.items()));
+        let valid = DataLoaderBuilder::new(Images).batch_size(self.test.len()).set_device(device.clone());
+        SupervisedTraining::new(folder, train, valid.build(InMemDataset::new(self.test.items())))
+            .num_epochs(args.epochs as usize)
+            .with_application_logger(None)
+    }
+
+    /// `rates` is the number of steps that the schedule takes in an iteration.
+    fn learner<B: AutodiffBackend>(
+        &self,
+        args: &Args,
+        network: Network<B>,
+        rates: usize,
+    ) -> Result<Learner<Components<B>>, Failure> {
+        let steps = args.epochs as usize * self.steps * rates;
+        Ok(Learner::new(network, AdamConfig::new().init(), LinearLrSchedulerConfig::new(args.lr, 0.0, steps).init()?))
+    }
+
+    fn report<B: AutodiffBackend>(
+        &self,
+        args: &Args,
+        trained: &Network<B::InnerBackend>,
+        device: &B::Device,
+        ranks: usize,
+        clock: Instant,
+    ) {
+        let (accuracy, seconds) = (100.0 * trained.accuracy(&self.test, device), clock.elapsed().as_secs_f64());
+        println!("{ranks} devices, {} epochs in {seconds:.1} s", args.epochs);
+        println!("test accuracy: {accuracy:.1} %");
+    }
 }
 
 /// Returns the images in a step of each rank, and the steps in an epoch. Exits if the ranks would make different

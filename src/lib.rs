@@ -33,7 +33,7 @@
 //! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
 //! | shard parameters, gradients and optimizer state (ZeRO-3, FSDP) | [`FullyShardedParallel`], [`ShardedBlock`] |
 //! | use burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
-//! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
+//! | train with burn-train's `Learner` | `DataParallelStrategy` (feature `learner`) |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
 //! | run collectives on tensors, with or without gradients | [`tensor::autodiff`], [`tensor::operation`] |
 //! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
@@ -58,7 +58,8 @@
 //! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for your own runtime.
 //! * `nccl`: NCCL between GPUs of several processes and hosts. It includes `cuda`. The library is looked for at run
 //!   time.
-//! * `ddp`: burn-train's distributed training on these backends, which it builds without fusion. It turns on burn's
+//! * `learner`: a strategy for burn-train, on all backends.
+//! * `ddp`: burn-train's own distributed training on these backends, which it builds without fusion. It turns on burn's
 //!   `distributed`, which removes the `AutodiffBackend` impl from backends without collectives, such as Flex and
 //!   NdArray.
 
@@ -93,7 +94,7 @@ pub use server::{Cuda, CudaDevice};
 #[cfg(feature = "wgpu")]
 pub use server::{Wgpu, WgpuDevice};
 pub use tensor::communicator::{DeviceCommunicator, Routing};
-#[cfg(feature = "ddp")]
+#[cfg(feature = "learner")]
 pub use train::DataParallelStrategy;
 pub use train::{
     Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, Parts, ShardedBlock, ShardedOptimizer, ShardedSampler,
@@ -120,6 +121,7 @@ mod pages {
         FromBurnCollective: "../docs/guide/from-burn-collective.md",
         Groups: "../docs/guide/groups.md",
         Launch: "../docs/guide/launch.md",
+        Learner: "../docs/guide/learner.md",
         Randomness: "../docs/guide/randomness.md",
         Shard: "../docs/guide/shard.md",
         TensorParallel: "../docs/guide/tensor-parallel.md",

@@ -7,7 +7,7 @@
 //! parameters and gradients too (ZeRO-3). [`SyncBatchNorm`] normalises with the statistics of the global batch.
 //! [`seeded`] gives the same initial weights on any number of ranks. [`TrainingState`] is all that a training carries
 //! from step to step, for going on without lost ranks and for [`Checkpoints`], which any number of ranks can load. With
-//! the feature `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
+//! the feature `learner`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
@@ -46,7 +46,7 @@ mod data_loader;
 mod data_parallel;
 mod embedding;
 mod fully_sharded;
-#[cfg(feature = "ddp")]
+#[cfg(feature = "learner")]
 mod learner;
 mod model;
 mod norm;
@@ -71,8 +71,8 @@ pub use self::data_loader::{ShardedDataLoader, ShardedDataLoaderBuilder};
 pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
-#[cfg(feature = "ddp")]
-pub use self::learner::DataParallelStrategy;
+#[cfg(feature = "learner")]
+pub use self::learner::{Averaged, DataParallelStrategy};
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
 pub use self::seeded::seeded;

@@ -1,16 +1,12 @@
-//! burn-train on collective devices: its own distributed training within a process, and Bonfire's strategy for any
-//! number of processes.
+//! burn-train on collective devices: its own distributed training within a process, and Bonfire's strategy on any
+//! number of ranks.
 
 #[path = "burn_train/model.rs"]
 mod model;
-#[path = "burn_train/sharded.rs"]
-mod sharded;
 #[path = "burn_train/strategy.rs"]
 mod strategy;
 #[path = "burn_train/training.rs"]
 mod training;
-#[path = "burn_train/uneven.rs"]
-mod uneven;
 
 use burn::tensor::backend::distributed::{DistributedConfig, ReduceOperation};
 use burn_train::{ExecutionStrategy, TrainingStrategy};

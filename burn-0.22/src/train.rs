@@ -61,7 +61,7 @@ pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
 #[cfg(feature = "learner")]
-pub use self::learner::DataParallelStrategy;
+pub use self::learner::{Averaged, DataParallelStrategy};
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
 pub use self::seeded::seeded;

@@ -69,23 +69,3 @@ impl MetricsRenderer for Epochs {
         }
     }
 }
-
-/// Displays nothing, in the other processes.
-pub struct Silent;
-
-impl MetricsRendererTraining for Silent {
-    fn update_train(&mut self, _state: MetricState) {}
-    fn update_valid(&mut self, _state: MetricState) {}
-    fn render_train(&mut self, _item: TrainingProgress, _indicators: Vec<ProgressType>) {}
-    fn render_valid(&mut self, _item: TrainingProgress, _indicators: Vec<ProgressType>) {}
-}
-
-impl MetricsRendererEvaluation for Silent {
-    fn update_test(&mut self, _name: EvaluationName, _state: MetricState) {}
-    fn render_test(&mut self, _item: EvaluationProgress, _indicators: Vec<ProgressType>) {}
-}
-
-impl MetricsRenderer for Silent {
-    fn manual_close(&mut self) {}
-    fn register_metric(&mut self, _definition: MetricDefinition) {}
-}

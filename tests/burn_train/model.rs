@@ -5,13 +5,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use bonfire::{Group, ShardedDataLoaderBuilder, SyncBatchNorm, SyncBatchNormConfig, WgpuDevice};
+use bonfire::WgpuDevice;
 use burn::backend::Autodiff;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
-use burn::data::dataset::{Dataset, InMemDataset};
+use burn::data::dataset::InMemDataset;
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
-use burn::nn::{BatchNorm, BatchNormConfig, Linear};
+use burn::nn::Linear;
 use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend, DeviceOps};
 use burn::tensor::{Tensor, TensorData};
@@ -31,10 +31,6 @@ pub struct Log {
     pub steps: Arc<Mutex<Steps>>,
     /// Every step is delayed by up to this, twice.
     pub delay: Duration,
-    /// Every validation batch takes at least this long.
-    pub validation: Duration,
-    /// Called before each step with the replica and the number of its steps so far.
-    pub before: Option<fn(u8, usize)>,
 }
 
 impl fmt::Debug for Log {
@@ -56,8 +52,6 @@ pub enum Shape {
 #[derive(Module, Debug)]
 pub struct Net<B: Backend> {
     layers: Vec<Linear<B>>,
-    norm: Option<BatchNorm<B>>,
-    synced: Option<SyncBatchNorm<B>>,
     #[module(skip)]
     shape: Shape,
     #[module(skip)]
@@ -75,18 +69,10 @@ impl<B: Backend> Net<B> {
             weight: Param::from_data(TensorData::new(numbers.take(WIDTH * WIDTH), [WIDTH, WIDTH]), device),
             bias: bias(shape, &mut numbers),
         });
-        Net { layers: layers.collect(), norm: None, synced: None, shape, log: log.clone() }
-    }
-
-    /// With a normalisation of the inputs that keeps statistics.
-    pub fn normed(mut self) -> Self {
-        self.norm = Some(BatchNormConfig::new(WIDTH).init(&self.layers[0].weight.device()));
-        self
+        Net { layers: layers.collect(), shape, log: log.clone() }
     }
 
     fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
-        let x = self.norm.iter().fold(x, |x, norm| norm.forward(x));
-        let x = self.synced.iter().fold(x, |x, norm| norm.forward(x));
         let through = |x: Tensor<B, 2>, layers: &[Linear<B>]| {
             layers.iter().fold(x, |x, layer| x.clone() + layer.forward(x).tanh() * 0.3)
         };
@@ -106,25 +92,11 @@ impl<B: Backend> Net<B> {
     }
 }
 
-impl Net<B> {
-    /// With a normalisation of the inputs over all ranks.
-    pub fn synced(mut self, group: &Group) -> Self {
-        self.synced = Some(SyncBatchNormConfig::new(WIDTH).init(group, &self.layers[0].weight.device()));
-        self
-    }
-}
-
 impl TrainStep for Net<B> {
     type Input = Batch<B>;
     type Output = RegressionOutput<B>;
 
     fn step(&self, batch: Batch<B>) -> TrainOutput<RegressionOutput<B>> {
-        if let Some(before) = self.log.before {
-            let replica = replica(&batch.inputs.device());
-            // Not in the call: the lock must be released when `before` panics.
-            let steps = self.log.steps.lock().unwrap().get(&replica).map_or(0, Vec::len);
-            before(replica, steps);
-        }
         std::thread::sleep(self.log.delay.mul_f64(random()));
         let output = self.output(batch);
         std::thread::sleep(self.log.delay.mul_f64(random()));
@@ -149,7 +121,6 @@ impl InferenceStep for Net<bonfire::Wgpu> {
     type Output = RegressionOutput<bonfire::Wgpu>;
 
     fn step(&self, batch: Self::Input) -> Self::Output {
-        std::thread::sleep(self.log.validation);
         self.output(batch)
     }
 }
@@ -203,14 +174,6 @@ impl<B: Backend> Batcher<B, Sample, Batch<B>> for Rows {
 /// A loader of all samples in their order.
 pub fn loader<B: Backend>(samples: Vec<Sample>, batch: usize, device: &B::Device) -> Arc<dyn DataLoader<B, Batch<B>>> {
     DataLoaderBuilder::new(Rows).batch_size(batch).set_device(device.clone()).build(InMemDataset::new(samples))
-}
-
-pub type Loader = Arc<dyn DataLoader<B, Batch<B>>>;
-
-/// A loader of a rank's parts of the batches of all ranks, in the order of the samples.
-pub fn sharded(group: &Group, samples: impl Dataset<Sample> + 'static, batch: usize) -> Loader {
-    let builder = ShardedDataLoaderBuilder::<B, Sample, Batch<B>>::new(Rows);
-    builder.batch_size(batch).num_workers(2).build(group, samples)
 }
 
 pub fn devices(count: usize) -> Vec<WgpuDevice> {

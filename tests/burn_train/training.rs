@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use bonfire::WgpuDevice;
+use bonfire::{DataParallelStrategy, Error, Group, WgpuDevice};
+use burn::backend::Flex;
 use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::exponential::{ExponentialLrScheduler, ExponentialLrSchedulerConfig};
 use burn::module::Module;
@@ -16,9 +17,7 @@ use burn_train::renderer::{
 };
 use burn_train::{Learner, LearningComponentsMarker, SupervisedTraining, TrainingStrategy};
 
-use tempfile::TempDir;
-
-use crate::model::{B, Loader, Net, Rows, Sample, Steps, loader, samples, values};
+use crate::model::{B, Net, Rows, Sample, Steps, loader, samples, values};
 
 pub type Sgd = burn::optim::adaptor::OptimizerAdaptor<burn::optim::Sgd<bonfire::Wgpu>, Net<B>, B>;
 pub type Components = LearningComponentsMarker<B, ExponentialLrScheduler, Net<B>, Sgd>;
@@ -41,8 +40,6 @@ pub fn alone() -> MutexGuard<'static, ()> {
 #[derive(Clone)]
 pub struct Training {
     pub samples: Vec<Sample>,
-    /// The number of validation batches, of one sample each.
-    pub validation: usize,
     pub batch: usize,
     pub epochs: usize,
     /// What the learning rate is multiplied by in each step of its schedule.
@@ -56,59 +53,36 @@ impl Training {
     pub fn of_steps(steps: usize, ranks: usize) -> Training {
         let (batch, epochs) = (2, if steps.is_multiple_of(5) { steps / 5 } else { 1 });
         let samples = samples(ranks * batch * steps / epochs);
-        Training { samples, validation: 1, batch, epochs, decay: 1.0, accumulation: 1 }
+        Training { samples, batch, epochs, decay: 1.0, accumulation: 1 }
     }
 
-    /// Trains, and returns the parameters of the trained model.
+    /// Trains with a strategy of burn's, and returns the parameters of the trained model.
     pub fn run(&self, model: Net<B>, strategy: TrainingStrategy<Components>) -> Vec<f32> {
-        self.run_with(model, strategy, |training| training).0
-    }
-
-    /// As [`run`](Self::run), with settings. Also returns the training's folder.
-    pub fn run_with(
-        &self,
-        model: Net<B>,
-        strategy: TrainingStrategy<Components>,
-        settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
-    ) -> (Vec<f32>, TempDir) {
         let folder = tempfile::tempdir().unwrap();
-        (self.run_in(folder.path(), model, strategy, settings), folder)
+        let training = self.training(folder.path()).metrics((LossMetric::<Flex>::new(),));
+        values(&training.with_training_strategy(strategy).launch(self.learner(model)).model).1
     }
 
-    /// As [`run_with`](Self::run_with), in this folder.
-    pub fn run_in(
-        &self,
-        folder: &Path,
-        model: Net<B>,
-        strategy: TrainingStrategy<Components>,
-        settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
-    ) -> Vec<f32> {
+    /// Trains on this rank with Bonfire's strategy, and returns the parameters of the trained model.
+    pub fn run_rank(&self, group: Group, model: Net<B>) -> Result<Vec<f32>, Error> {
+        let folder = tempfile::tempdir().unwrap();
+        let strategy = DataParallelStrategy::new(group);
+        let training = self.training(folder.path()).metrics(strategy.averaged(LossMetric::<Flex>::new()));
+        Ok(values(&strategy.launch(training, self.learner(model))?.model).1)
+    }
+
+    fn training(&self, folder: &Path) -> SupervisedTraining<Components> {
         let train = loader(self.samples.clone(), self.batch, &Default::default());
-        self.run_loaded(folder, train, model, strategy, settings)
-    }
-
-    /// As [`run_in`](Self::run_in), with this loader of the samples.
-    pub fn run_loaded(
-        &self,
-        folder: &Path,
-        train: Loader,
-        model: Net<B>,
-        strategy: TrainingStrategy<Components>,
-        settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
-    ) -> Vec<f32> {
-        let valid = loader(samples(self.validation), 1, &Default::default());
-        let mut training = SupervisedTraining::new(folder, train, valid)
-            .metrics((LossMetric::<burn::backend::Flex>::new(),))
+        let valid = loader(samples(1), 1, &Default::default());
+        let training = SupervisedTraining::new(folder, train, valid)
             .num_epochs(self.epochs)
             .renderer(Silent)
-            .with_application_logger(None)
-            .with_training_strategy(strategy);
-        if self.accumulation > 1 {
-            training = training.grads_accumulation(self.accumulation);
-        }
-        let schedule = ExponentialLrSchedulerConfig::new(RATE, self.decay).init().unwrap();
-        let learner = Learner::new(model, optimizer(), schedule);
-        values(&settings(training).launch(learner).model).1
+            .with_application_logger(None);
+        if self.accumulation > 1 { training.grads_accumulation(self.accumulation) } else { training }
+    }
+
+    fn learner(&self, model: Net<B>) -> Learner<Components> {
+        Learner::new(model, optimizer(), ExponentialLrSchedulerConfig::new(RATE, self.decay).init().unwrap())
     }
 
     /// The parameters after every step of a plain loop on one device that gets the batches of all `ranks` at once.
@@ -116,11 +90,6 @@ impl Training {
         // The last rank also gets the remainder.
         let start = |rank| if rank == ranks { self.samples.len() } else { rank * (self.samples.len() / ranks) };
         let parts: Vec<_> = (0..ranks).map(|rank| &self.samples[start(rank)..start(rank + 1)]).collect();
-        self.reference_of(model, &parts)
-    }
-
-    /// As [`reference`](Self::reference), of ranks with these samples.
-    pub fn reference_of(&self, model: Net<B>, parts: &[&[Sample]]) -> Vec<Vec<f32>> {
         let device = WgpuDevice::default();
         let (mut model, mut optimizer) = (model.fork(&device), optimizer());
         let (mut steps, mut iterations) = (Vec::new(), 0);
@@ -129,16 +98,14 @@ impl Training {
             let mut sum = GradientsAccumulator::new();
             for (batches, start) in (1..).zip((0..longest).step_by(self.batch)) {
                 let of_rank = |part: &&[Sample]| part.iter().skip(start).take(self.batch).copied().collect::<Vec<_>>();
-                let of_ranks: Vec<_> = parts.iter().map(of_rank).filter(|batch| !batch.is_empty()).collect();
-                let loss = model.output(Rows.batch(of_ranks.concat(), &device)).loss;
+                let of_ranks: Vec<_> = parts.iter().flat_map(of_rank).collect();
+                let loss = model.output(Rows.batch(of_ranks, &device)).loss;
                 sum.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
-                // The schedule takes a step for each rank's batch, the first at the full rate.
-                iterations += of_ranks.len();
                 if batches % self.accumulation == 0 {
-                    let rate = RATE * self.decay.powi(iterations as i32 - 1);
-                    model = optimizer.step(rate, model, sum.grads());
+                    model = optimizer.step(RATE * self.decay.powi(iterations), model, sum.grads());
                     steps.push(values(&model).1);
                 }
+                iterations += 1;
             }
         }
         steps
@@ -155,9 +122,8 @@ fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
     pairs.map(|(a, b)| if a.is_nan() || b.is_nan() { f32::INFINITY } else { (a - b).abs() }).fold(0.0, f32::max)
 }
 
-/// Checks that all devices have taken the same steps, and that these match the expected ones. Returns the greatest
-/// difference.
-pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) -> f32 {
+/// Checks that all devices have taken the same steps, and that these match the expected ones.
+pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) {
     let replicas_seen: Vec<_> = steps.keys().copied().collect();
     assert_eq!(replicas_seen, replicas);
     let first = &steps[&replicas[0]];
@@ -167,11 +133,10 @@ pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) -> f32 {
     for (replica, own) in steps {
         assert!(own == first, "device {replica} has other parameters than device {}", replicas[0]);
     }
-    difference
 }
 
 /// A renderer that shows nothing.
-pub struct Silent;
+struct Silent;
 
 impl MetricsRendererTraining for Silent {
     fn update_train(&mut self, _state: MetricState) {}

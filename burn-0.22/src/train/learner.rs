@@ -3,12 +3,14 @@
 //! burn-train's own distributed strategy trains on devices of one process whose backend has collectives. This one
 //! trains on the ranks of a group, each of which launches a training of its own.
 
+mod averaged;
 mod rank;
 mod records;
 
 use std::panic::Location;
 use std::sync::{Arc, Mutex};
 
+use burn_train::metric::{Metric, Numeric};
 use burn_train::renderer::CliMetricsRenderer;
 use burn_train::train::WorkerFailure;
 use burn_train::{
@@ -16,9 +18,13 @@ use burn_train::{
     SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingError, TrainingStrategy, ValidLoader,
 };
 
+pub use self::averaged::Averaged;
+use self::averaged::Registered;
 use self::rank::{Leader, Rank};
 use bonfire_core::internal::{AgreedOperations, CallSite, lock};
 use bonfire_core::{Error, Group};
+
+const OPERATION: &str = "data parallel strategy";
 
 /// A strategy for burn-train's [`SupervisedTraining`]: data-parallel training on the ranks of a group, on any backend.
 ///
@@ -41,12 +47,13 @@ use bonfire_core::{Error, Group};
 /// #     <M as TrainStep>::Output: Adaptor<LossInput>,
 /// #     <M as InferenceStep>::Output: Adaptor<LossInput>,
 /// # {
+/// let strategy = DataParallelStrategy::new(group);
 /// let training = SupervisedTraining::new("folder", train, valid)
-///     .metrics((LossMetric::new(),))
+///     .metrics(strategy.averaged(LossMetric::new()))
 ///     .with_default_checkpointers()
 ///     .num_epochs(10);
 /// let learner = Learner::new(model, AdamConfig::new().init(), 1e-3);
-/// let result = DataParallelStrategy::new(group).launch(training, learner)?;
+/// let result = strategy.launch(training, learner)?;
 /// # Ok(result.model)
 /// # }
 /// ```
@@ -64,13 +71,12 @@ use bonfire_core::{Error, Group};
 /// as by [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model,
 /// start with rank 0's parameters, and end with the same.
 ///
-/// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Metrics of
-/// training are over its own batches. Its folder is the only one that is written to; the others may have the same.
-/// Interrupting any rank stops all after the same iteration, and so does its
-/// [stop signal](crate::Builder::stop_signal). burn saves nothing then: the last checkpoint is that of the last epoch.
-/// While rank 0 validates, the others wait, for any time. But
-/// each validation batch, each checkpoint and each decision on early stopping must end within the group's
-/// [deadline](Group::deadline).
+/// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Its folder
+/// is the only one that is written to; the others may have the same, and its renderer the only one that shows anything.
+/// Interrupting any rank stops all after the same iteration, and so does its [stop
+/// signal](crate::Builder::stop_signal). burn saves nothing then: the last checkpoint is that of the last epoch. While
+/// rank 0 validates, the others wait, for any time. But each validation batch, each checkpoint and each decision on
+/// early stopping must end within the group's [deadline](Group::deadline).
 ///
 /// To resume, rank 0 loads a checkpoint by [`SupervisedTraining::checkpoint`]. The others take over its epoch, model,
 /// optimizer and schedule. They need no checkpoint: leave the setting out where its files are not, or burn panics. All
@@ -83,37 +89,56 @@ use bonfire_core::{Error, Group};
 /// [`SyncBatchNorm`](crate::SyncBatchNorm), needs equally many batches on all ranks. Otherwise the training fails, with
 /// [`Error::Mismatch`]: make the number of samples a multiple of the number of ranks.
 ///
+/// # Metrics
+/// Metrics of training are over rank 0's own batches, unless they are [`averaged`](Self::averaged) over all ranks.
+/// Those of validation are over all of the data.
+///
 /// # Failures
-/// If a rank fails, the training ends on all of them, and each gets an error: from [`launch`](Self::launch), or, where
-/// the program launches the training itself, in burn's `LearningResult::error` and from [`failure`](Self::failure). A
-/// panic in the model's own code propagates, and the other ranks get [`Error::PeerLost`] once its group is dropped.
+/// If a rank fails, the training ends on all of them, and each gets an error: from [`launch`](Self::launch), or, for
+/// what fails in burn's own code, in burn's `LearningResult::error`. A panic in the model's own code propagates, and
+/// the other ranks get [`Error::PeerLost`] once its group is dropped.
 ///
 /// # Limits
 /// Make the model on each rank, not as a clone of one: clones share the statistics of burn's `BatchNorm`. Each rank has
-/// its own, and rank 0's are those of validation and of checkpoints. For gradient checkpointing make the model on
-/// `device.gradient_checkpointing()`: burn does not tell strategies its setting.
+/// its own during an epoch. At its end they are averaged, so that rank 0 validates and saves with those of all ranks.
+/// For gradient checkpointing make the model on `device.gradient_checkpointing()`: burn does not tell strategies its
+/// setting.
 pub struct DataParallelStrategy {
     group: Group,
     /// Where the program has made the strategy: burn calls it.
     at: CallSite,
-    failure: Mutex<Option<Error>>,
+    registered: Registered,
 }
 
 impl DataParallelStrategy {
     /// Makes the strategy of this rank. It does not communicate.
     #[track_caller]
     pub fn new(group: Group) -> Self {
-        DataParallelStrategy { group, at: Location::caller(), failure: Mutex::new(None) }
+        DataParallelStrategy { group, at: Location::caller(), registered: Registered::default() }
+    }
+
+    /// Has a metric of training averaged over the ranks, for [`SupervisedTraining::metrics`]: rank 0's display, its log
+    /// files, and its decisions on early stopping and checkpoints get the mean, under the metric's name. Average the
+    /// same metrics on all ranks.
+    ///
+    /// The value of an iteration is the mean of the ranks' values of their batches, each weighted by its samples, and
+    /// that of an epoch the mean of the ranks' values of the epoch. That is the value over all samples where the metric
+    /// is a mean over samples, such as a loss or an accuracy, and not where it is none, such as a perplexity. Rank 0's
+    /// last output of an epoch also gets the values of iterations in which it has no batch.
+    ///
+    /// The other ranks compute the metric on the thread that trains, which waits for the model's output, and each
+    /// iteration ends with a further message of 16 bytes for each such metric.
+    pub fn averaged<Me: Metric + Numeric>(&self, metric: Me) -> Averaged<Me> {
+        Averaged { metric, registered: self.registered.clone() }
     }
 
     /// Launches a training with this strategy. Ranks other than 0 get a renderer that shows nothing, and no log file,
     /// whatever the training has.
     ///
-    /// Where the strategy must be burn's [`TrainingStrategy::Custom`], give the others such a training yourself.
-    ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if their models or settings differ, or if a model is on several devices;
-    /// the group remains usable. Otherwise the errors of [`DataParallel`](crate::DataParallel)'s steps.
+    /// [`Error::InvalidArgument`] on all ranks if their models, settings or averaged metrics differ, or if a model is
+    /// on several devices; the group remains usable. Otherwise the errors of [`DataParallel`](crate::DataParallel)'s
+    /// steps.
     ///
     /// What fails in burn's own code is in the result, on the rank that failed and on the others:
     /// [`LearningResult::error`].
@@ -125,24 +150,25 @@ impl DataParallelStrategy {
         training: SupervisedTraining<M>,
         learner: Learner<M>,
     ) -> Result<LearningResult<M>, Error> {
-        let strategy = Arc::new(self);
-        let training = match strategy.group.rank() {
+        let training = match self.group.rank() {
             0 => training,
             // It shows only what happens, and nothing does: burn's other one takes the terminal at once.
             _ => training.renderer(Box::new(CliMetricsRenderer::new())).with_application_logger(None),
         };
+        let strategy = Arc::new(Strategy { of: self, failure: Mutex::default() });
         let custom = TrainingStrategy::Custom(strategy.clone());
         let result = training.with_training_strategy(custom).launch(learner);
-        strategy.failure().map_or(Ok(result), Err)
-    }
-
-    /// Returns the error of the last training, if it failed. The error stays until the next training begins.
-    pub fn failure(&self) -> Option<Error> {
-        lock(&self.failure).clone()
+        lock(&strategy.failure).take().map_or(Ok(result), Err)
     }
 }
 
-impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
+/// What burn calls in one training.
+struct Strategy {
+    of: DataParallelStrategy,
+    failure: Mutex<Option<Error>>,
+}
+
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for Strategy {
     fn train(
         &self,
         learner: Learner<M>,
@@ -150,7 +176,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
         valid: ValidLoader<M>,
         components: TrainingComponents<M>,
     ) -> LearningResult<M> {
-        if self.group.rank() == 0 {
+        if self.of.group.rank() == 0 {
             return WithEvents(self).train(learner, train, valid, components);
         }
         let interrupter = components.interrupter.clone();
@@ -172,8 +198,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
         valid: ValidLoader<M>,
         first_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
-        let _call = self.group.enter_at("DataParallelStrategy", self.at);
-        *lock(&self.failure) = None;
+        let DataParallelStrategy { group, at, registered } = &self.of;
+        let _call = group.enter_at("DataParallelStrategy", at);
         let interrupter = components.interrupter;
         let mut leader = Leader {
             valid,
@@ -183,15 +209,16 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DataParallelStrategy {
             store: components.event_store,
         };
         let mut rank = Rank {
-            group: &self.group,
+            group,
             learner,
             epochs: [first_epoch, components.num_epochs],
             accumulation: components.grad_accumulation,
             interrupter: &interrupter,
         };
-        if let Err(error) = rank.run(train, &mut leader) {
-            *lock(&self.failure) = Some(error.clone());
-            fail(&interrupter, self.group.rank(), error.to_string());
+        if let Err(error) = rank.run(train, &mut leader, registered) {
+            // burn, too, must take the training for one that has failed.
+            fail(&interrupter, group.rank(), error.to_string());
+            *lock(&self.failure) = Some(error);
         }
         (rank.learner.model(), leader.processor)
     }
@@ -203,7 +230,7 @@ fn fail(interrupter: &Interrupter, rank: usize, message: String) {
 }
 
 /// The strategy with burn's own `train`, which sends events for the start and the end.
-struct WithEvents<'a>(&'a DataParallelStrategy);
+struct WithEvents<'a>(&'a Strategy);
 
 impl<M: LearnerModel> SupervisedLearningStrategy<M> for WithEvents<'_> {
     fn fit(

@@ -8,6 +8,7 @@
 //! Every gradient that exists for a parameter at the end of a step is exchanged exactly once, or the step is an error
 //! on all ranks. A gradient that comes when its bucket may have left is exchanged in a bucket of its own at the end.
 
+pub mod averages;
 mod clipping;
 mod exchange;
 mod finite;

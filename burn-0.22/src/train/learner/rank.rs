@@ -10,8 +10,9 @@ use burn_train::{
     ValidLoader,
 };
 
-use super::fail;
+use super::averaged::{Outputs, Registered};
 use super::records::share;
+use super::{OPERATION, fail};
 use crate::train::DataParallel;
 use crate::train::adapter::{handle, opened, scaled};
 use crate::train::model::Parameters;
@@ -20,10 +21,11 @@ use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
 use bonfire_train::data::{at_epoch, for_rank};
 use bonfire_train::parameters::check_same_model;
-use bonfire_train::step::iteration::{Iteration, Next, RankReport, Stop, agree};
+use bonfire_train::step::iteration::{Iteration, Next, RankReport, Settings, Stop, agree};
 use bonfire_train::step::layers::attempt;
 
-const OPERATION: &str = "data parallel strategy";
+/// The outputs of a model in training.
+type OutputsOf<M> = Outputs<<M as TrainStep>::Output>;
 
 /// What rank 0 needs for its tasks besides training: validation, metrics, checkpoints and early stopping. The other
 /// ranks have it too, and do not use it.
@@ -47,8 +49,9 @@ pub(super) struct Rank<'a, M: LearnerModel> {
 
 impl<M: LearnerModel> Rank<'_, M> {
     /// Trains. All ranks must call it concurrently.
-    pub fn run(&mut self, train: TrainLoader<M>, leader: &mut Leader<M>) -> Result<(), Error> {
-        let ddp = self.prepare(&leader.store)?;
+    pub fn run(&mut self, train: TrainLoader<M>, leader: &mut Leader<M>, registered: &Registered) -> Result<(), Error> {
+        let mut outputs: OutputsOf<M> = all_or_none(self.group, Outputs::new(registered))?;
+        let ddp = self.prepare(&leader.store, outputs.averaged())?;
         let device = self.learner.model().devices().remove(0);
         let train = self.part(train).to_device(&device);
         let samples = all_gather_values(self.group, [train.num_items() as u64])?;
@@ -60,10 +63,12 @@ impl<M: LearnerModel> Rank<'_, M> {
                 let start = LearnerEvent::StartSplit { epoch_number: epoch, total_items };
                 self.interrupter.fail_on_error(leader.processor.process_train(start));
             }
-            let stops = self.train_epoch(&ddp, epoch, &train, is_leader.then_some(&mut *leader))?;
+            let stops = self.train_epoch(&ddp, epoch, &train, &mut outputs, leader)?;
             if is_leader {
                 self.interrupter.fail_on_error(leader.processor.process_train(LearnerEvent::EndSplit(epoch)));
             }
+            // Clones of a model share running statistics, such as batch norm's: this changes the learner's.
+            drop(ddp.average_states(self.learner.model())?);
             if stops || self.end_epoch(&ddp, epoch, is_leader.then_some(&mut *leader))? {
                 break;
             }
@@ -72,17 +77,9 @@ impl<M: LearnerModel> Rank<'_, M> {
     }
 
     /// Moves the model to its device and takes over rank 0's parameters, optimizer, schedule and first epoch.
-    fn prepare(&mut self, store: &EventStoreClient) -> Result<DataParallel, Error> {
-        let own = [self.epochs[1] as u64, self.accumulation.unwrap_or(1) as u64];
-        let all = all_gather_values(self.group, own)?;
-        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
-            let text =
-                |[epochs, accumulation]: [u64; 2]| format!("{epochs} epochs, accumulating {accumulation} batches");
-            let (first, other) = (text(all[0]), text(all[rank]));
-            let reason =
-                format!("rank 0 trains for {first}, rank {rank} for {other}; give all ranks the same settings");
-            return Err(Error::argument(OPERATION, reason));
-        }
+    fn prepare(&mut self, store: &EventStoreClient, averaged: Vec<String>) -> Result<DataParallel, Error> {
+        let accumulation = self.accumulation.unwrap_or(1);
+        Settings { epochs: self.epochs[1], accumulation, averaged }.check(self.group, OPERATION)?;
         let device = match &self.learner.model().devices()[..] {
             [device] if device.is_autodiff() => Ok(device.clone()),
             [device] => Ok(device.clone().autodiff()),
@@ -117,7 +114,8 @@ impl<M: LearnerModel> Rank<'_, M> {
         ddp: &DataParallel,
         epoch: usize,
         train: &TrainLoader<M>,
-        mut leader: Option<&mut Leader<M>>,
+        outputs: &mut OutputsOf<M>,
+        leader: &mut Leader<M>,
     ) -> Result<bool, Error> {
         // burn counts epochs from 1.
         let mut batches = at_epoch(epoch.saturating_sub(1), || train.iter());
@@ -142,20 +140,29 @@ impl<M: LearnerModel> Rank<'_, M> {
                 processed: processed as u64,
                 total: progress.items_total as u64,
             };
-            let iteration = match self.agree(ddp, report)? {
-                Next::Iterate(iteration) => iteration,
-                next => return Ok(next != Next::EndEpoch),
+            // The others compute these values while batches are loaded.
+            if count > 1 {
+                outputs.add_up(self.group, self.interrupter)?;
+            }
+            let next = self.agree(ddp, report)?;
+            let is_leader = self.group.rank() == 0;
+            if is_leader && (batch.is_some() || !matches!(next, Next::Iterate(_))) {
+                outputs.leave(&mut leader.processor, self.interrupter);
+            }
+            let Next::Iterate(iteration) = next else {
+                outputs.end_epoch(self.group, self.interrupter)?;
+                return Ok(next != Next::EndEpoch);
             };
             accumulated += 1;
             let ends_epoch = iteration.processed == iteration.total;
             let ends_step = ends_epoch || accumulated >= self.accumulation.unwrap_or(1);
             let item = self.iterate(ddp, &iteration, batch, ends_step.then_some(accumulated))?;
             accumulated *= usize::from(!ends_step);
-            if let (Some(leader), Some(item)) = (&mut leader, item) {
+            if let Some(item) = item {
                 let progress =
                     Progress::new(iteration.processed as usize, iteration.total as usize, progress.unit.clone());
                 let item = TrainingItem::new(item, progress, Some(count), Some(self.learner.lr_current()));
-                self.interrupter.fail_on_error(leader.processor.process_train(LearnerEvent::ProcessedItem(item)));
+                outputs.enter(item, iteration.weights[self.group.rank()]);
             }
         }
     }

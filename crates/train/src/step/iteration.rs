@@ -1,9 +1,43 @@
-//! What ranks that train in lockstep agree on before each iteration: which of them have a batch, how many samples are
-//! in it, and whether one of them wants to stop.
+//! What ranks that train in lockstep agree on: before the training its settings, and before each iteration which of
+//! them have a batch, how many samples are in it, and whether one of them wants to stop.
+
+use serde::{Deserialize, Serialize};
 
 use crate::agree::all_gather_values;
 use bonfire_core::internal::{answer_stop, stop_is_requested};
 use bonfire_core::{Error, Group};
+
+/// What must be the same on all ranks for their trainings to make the same steps.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// The number of the last epoch.
+    pub epochs: usize,
+    /// The iterations whose gradients a step of the optimizer uses.
+    pub accumulation: usize,
+    /// The names of the metrics that are averaged over the ranks.
+    pub averaged: Vec<String>,
+}
+
+impl Settings {
+    /// Fails on all ranks, with the group still usable, if the settings of two ranks differ.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] in that case. Otherwise those of [`Group::all_gather_value`].
+    #[track_caller]
+    pub fn check(&self, group: &Group, operation: &'static str) -> Result<(), Error> {
+        let all = group.all_gather_value(self)?;
+        let Some(rank) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
+        let (first, other) = (all[0].text(), all[rank].text());
+        let reason = format!("rank 0 trains for {first}, rank {rank} for {other}; give all ranks the same settings");
+        Err(Error::argument(operation, reason))
+    }
+
+    fn text(&self) -> String {
+        let averaged = if self.averaged.is_empty() { "no metric".into() } else { self.averaged.join(", ") };
+        let Settings { epochs, accumulation, .. } = self;
+        format!("{epochs} epochs, accumulating {accumulation} batches and averaging {averaged}")
+    }
+}
 
 /// Why a rank ends its training.
 #[derive(Clone, Copy, Debug, PartialEq)]
