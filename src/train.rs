@@ -75,6 +75,7 @@ pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
 pub use self::learner::DataParallelStrategy;
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
+pub use self::record::InnerRecord;
 pub use self::seeded::seeded;
 pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;

@@ -6,6 +6,7 @@ mod loops;
 mod models;
 mod norms;
 mod parts;
+mod several;
 
 use std::ops::Range;
 
