@@ -32,7 +32,7 @@ pub use burn_communication::Address;
 
 pub use self::config::{AllReduceStrategy, BroadcastStrategy, CollectiveConfig, ReduceStrategy};
 pub use self::error::{CollectiveError, GlobalCollectiveError};
-pub use self::gradients::GradientsParamsExt;
+pub use self::gradients::{GradientsParamsExt, initialized};
 pub use self::names::{NodeId, PeerId};
 use self::operation::run;
 pub use self::orchestrator::start_global_orchestrator;

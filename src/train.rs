@@ -75,10 +75,13 @@ pub use self::fully_sharded::{FullyShardedParallel, GatherCounts};
 pub use self::learner::{Averaged, DataParallelStrategy};
 pub use self::parts::Parts;
 pub use self::pass::{Fault, LastPass, Pass};
+pub use self::record::InnerRecord;
 pub use self::seeded::seeded;
 pub use self::sharded::ShardedOptimizer;
 pub use self::sharded_block::ShardedBlock;
 pub use self::training_state::{AnyState, TrainingState};
+pub use bonfire_train::agree::longest;
 #[cfg(feature = "dataset")]
 pub use bonfire_train::data::Batches;
+pub use bonfire_train::step::PassWeight;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding, compression};

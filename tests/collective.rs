@@ -1,6 +1,8 @@
 //! The tensor API within one process, on NdArray and Flex. A session belongs to a backend type and the process, so
 //! every test holds the lock. Deadlines come from the environment: tests that need a short one run in a child process.
 
+#[path = "collective/clones.rs"]
+mod clones;
 #[path = "collective/sessions.rs"]
 mod sessions;
 

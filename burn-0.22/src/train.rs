@@ -48,9 +48,11 @@ mod training_state;
 mod verify;
 mod walk;
 
+pub use bonfire_train::agree::longest;
 pub use bonfire_train::compression;
 #[cfg(feature = "dataset")]
 pub use bonfire_train::data::Batches;
+pub use bonfire_train::step::PassWeight;
 pub use bonfire_train::{DeviceMesh, Epoch, ShardedSampler, Sharding};
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};

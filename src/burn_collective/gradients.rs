@@ -1,9 +1,9 @@
 //! All-reduce of a module's gradients.
 
-use burn::module::ParamId;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{Bool, Int, Tensor, TensorPrimitive};
 
 use super::claim::CollectiveCall;
 use super::error::CollectiveError;
@@ -22,8 +22,8 @@ pub trait GradientsParamsExt: Sized {
     /// and weights uneven shards.
     ///
     /// Gradients are reduced in the order of their parameter ids, so all peers must have gradients of the same
-    /// parameter ids. Clones of one module in the threads of a process have the same ids. Modules in different
-    /// processes have them if they were loaded from one record.
+    /// parameter ids. Clones of one module in the threads of a process have the same ids, and the same values if it was
+    /// [`initialized`] before. Modules in different processes have both if they were loaded from one record.
     ///
     /// # Errors
     /// [`CollectiveError::AllReduceShapeMismatch`] on all peers if some lack gradients that others have;
@@ -66,6 +66,40 @@ impl GradientsParamsExt for GradientsParams {
             self.register::<B, 1>(id, Tensor::from_primitive(reduced));
         }
         Ok(self)
+    }
+}
+
+/// Gives a model's parameters their initial values now: clones of it have the same ones. burn 0.21 draws them at a
+/// parameter's first use, for each clone again ([burn#5040](https://github.com/tracel-ai/burn/issues/5040)). So peers
+/// that get clones of a model which was never used would train models with other weights.
+///
+/// ```
+/// use bonfire::burn_collective::initialized;
+/// use burn::backend::Flex;
+/// use burn::nn::LinearConfig;
+///
+/// let model = initialized::<Flex, _>(LinearConfig::new(2, 2).init(&Default::default()));
+/// assert_eq!(model.clone().weight.to_data(), model.weight.to_data());
+/// ```
+pub fn initialized<B: Backend, M: Module<B>>(model: M) -> M {
+    model.visit(&mut Initialize);
+    model
+}
+
+/// Uses each parameter.
+struct Initialize;
+
+impl<B: Backend> ModuleVisitor<B> for Initialize {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        param.val();
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+        param.val();
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+        param.val();
     }
 }
 

@@ -47,8 +47,31 @@
 //! says what it holds, so loading it into another kind of optimizer or scheduler is an error that names both. Sets of
 //! Bonfire's first format can be loaded too, here only. [`bonfire_train::checkpoint`] has the format of the files, and
 //! says what survives a crash.
+//!
+//! A tuple of two to four of these, each [`Named`], is one set too: of models that train together, such as a generator
+//! and a critic.
+//!
+//! ```
+//! # use bonfire::{Checkpoints, DataParallel, Group, TrainingState};
+//! # use bonfire::train::checkpoint::Named;
+//! # use burn::backend::{Autodiff, Flex};
+//! # use burn::nn::LinearConfig;
+//! # use burn::optim::AdamConfig;
+//! # let group = Group::threads(1)?.remove(0);
+//! # let linear = || LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&Default::default());
+//! # let (critic, judging) = DataParallel::new(group.clone(), linear())?;
+//! # let (generator, making) = DataParallel::new(group.clone(), linear())?;
+//! # let mut critic = TrainingState::new(critic, AdamConfig::new().init(), 1e-3, ());
+//! # let mut generator = TrainingState::new(generator, AdamConfig::new().init(), 1e-3, ());
+//! # let folder = tempfile::tempdir().expect("a folder");
+//! let mut checkpoints = Checkpoints::new(&group, folder.path())?;
+//! checkpoints.load((Named("critic", &mut critic), Named("generator", &mut generator)))?;
+//! checkpoints.save((Named("critic", &critic), Named("generator", &generator)))?;
+//! # Ok::<(), bonfire::Error>(())
+//! ```
 
 mod module;
+mod named;
 mod state;
 mod training;
 
@@ -64,7 +87,7 @@ use crate::tensor::host::{Kind, Source};
 use bonfire_core::{Error, Group};
 use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 
-pub use bonfire_train::checkpoint::{SavedSet, Scored, Which};
+pub use bonfire_train::checkpoint::{Named, SavedSet, Scored, Which};
 
 pub(super) use self::state::{RecordedTensor, encode, split, split_by_id};
 pub(super) use self::training::{
@@ -83,7 +106,8 @@ pub(super) use self::training::{
 pub struct Checkpoints(checkpoint::Checkpoints);
 
 /// What can be saved: a [`TrainingState`], and a pair of a state and the [`ShardedOptimizer`] or the
-/// [`FullyShardedParallel`] that trains its model. A set can be loaded into any of them.
+/// [`FullyShardedParallel`] that trains its model. A set can be loaded into any of them. Two to four of these, each
+/// [`Named`], are a set too.
 ///
 /// [`TrainingState`]: crate::TrainingState
 /// [`ShardedOptimizer`]: crate::ShardedOptimizer
@@ -217,6 +241,22 @@ impl Checkpoints {
     pub fn wait(&mut self) -> Result<(), Error> {
         let _call = self.0.enter("Checkpoints::wait");
         self.0.wait()
+    }
+
+    /// Compares all that [`save`](Self::save) compares, and writes nothing: what several ranks have of models,
+    /// averages, optimizers and learning rates, in every form of training. [`DataParallel::verify`] needs no folder,
+    /// and compares one model and its optimizer.
+    ///
+    /// # Errors
+    /// On all ranks the same: [`Error::InvalidArgument`] if anything differs, which it names, or if the ranks are not
+    /// at the same epoch and sample. Otherwise the errors of [`Group::all_gather`]. The error of a save in the
+    /// background.
+    ///
+    /// [`DataParallel::verify`]: crate::DataParallel::verify
+    #[track_caller]
+    pub fn verify(&mut self, what: impl Save) -> Result<(), Error> {
+        let _call = self.0.enter("Checkpoints::verify");
+        self.0.verify(what.snapshot())
     }
 
     /// Returns the sets in the folder, by number: what each holds, its position in the data, and its score.

@@ -22,7 +22,7 @@ use bonfire_train::compression::Compression;
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::protocol::Refusal;
 use bonfire_train::shards::Cut;
-use bonfire_train::step::{Groups, Means, Outcome, Steps, Unused};
+use bonfire_train::step::{Groups, Means, Outcome, PassWeight, Steps, Unused};
 
 const OPERATION: &str = "data parallel";
 
@@ -117,8 +117,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     }
 
     /// Makes a step with a pass for each batch, and returns the mean gradients. `loss` gets the pass's model and a
-    /// batch, and returns the loss, and the weight of the pass: what the loss is a mean over, such as samples or
-    /// tokens.
+    /// batch, and returns the loss, and the weight of the pass: what the loss is a mean over, such as a number of
+    /// samples or tokens, or a sum of weights.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Group};
@@ -147,11 +147,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// See [`LastPass::finish`], and [`last_pass`](Self::last_pass).
     #[track_caller]
-    pub fn run<M: AutodiffModule<B>, T>(
+    pub fn run<M: AutodiffModule<B>, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
+        mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, W),
     ) -> Result<GradientsParams, Error> {
         let _call = self.group().enter("DataParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
@@ -164,11 +164,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// the group remains usable; or, if layers of the model communicate, the error of a failed group. Otherwise those
     /// of `run`.
     #[track_caller]
-    pub fn try_run<M: AutodiffModule<B>, T>(
+    pub fn try_run<M: AutodiffModule<B>, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, W), Fault>,
     ) -> Result<GradientsParams, Error> {
         let _call = self.group().enter("DataParallel::try_run");
         Ok(self.gradients(self.replicas.run(model, batches, loss)?))
@@ -180,9 +180,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] while the last pass of a step is open.
     #[track_caller]
-    pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+    pub fn pass<M: AutodiffModule<B>>(&self, model: &M, weight: impl PassWeight) -> Result<Pass<B, M>, Error> {
         let _call = self.group().enter("DataParallel::pass");
-        self.pass_of(model, weight as f64)
+        self.pass_of(model, weight.value())
     }
 
     pub(super) fn pass_of<M: AutodiffModule<B>>(&self, model: &M, weight: f64) -> Result<Pass<B, M>, Error> {
@@ -221,10 +221,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     pub fn last_pass<M: AutodiffModule<B>>(
         &self,
         model: &M,
-        weight: usize,
+        weight: impl PassWeight,
     ) -> Result<LastPass<B, M, GradientsParams>, Error> {
         let _call = self.group().enter("DataParallel::last_pass");
-        self.last_pass_of(model, weight as f64)
+        self.last_pass_of(model, weight.value())
     }
 
     #[track_caller]
@@ -326,10 +326,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
         &self,
         model: &M,
         gradients: GradientsParams,
-        weight: usize,
+        weight: impl PassWeight,
     ) -> Result<GradientsParams, Error> {
         let _call = self.group().enter("DataParallel::sync");
-        let outcome = self.replicas.sync("sync", model, gradients, weight)?;
+        let outcome = self.replicas.sync("sync", model, gradients, weight.value())?;
         Ok(self.gradients(means(outcome)?))
     }
 
@@ -388,8 +388,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
         self.replicas.steps.set_bucket_bytes(bytes);
     }
 
-    /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the
-    /// same number of values; all get the same result. A rank without samples passes 0, and its values are ignored.
+    /// Averages metrics over all ranks. `weight` is what this rank's are means over, as that of a pass: samples,
+    /// tokens, or a sum of weights. All ranks must call this, with the same number of values; all get the same result.
+    /// A rank without samples passes 0, and its values are ignored.
     ///
     /// ```
     /// # let device = Default::default();
@@ -401,14 +402,14 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; the group remains usable. Otherwise the errors
-    /// of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a weight is negative or not finite; the
+    /// group remains usable. Otherwise the errors of [`Group::all_reduce`].
     #[track_caller]
-    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+    pub fn mean<const N: usize>(&self, values: &[f64; N], weight: impl PassWeight) -> Result<[f64; N], Error> {
         let _call = self.group().enter("DataParallel::mean");
         self.replicas.unused.end();
         let steps = &self.replicas.steps;
-        steps.counted(steps.groups().mean(values, samples), false)
+        steps.counted(steps.groups().mean(values, weight.value()), false)
     }
 
     /// Returns the mean gradients of a step.

@@ -14,6 +14,39 @@ pub(super) type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
 /// Bytes per element in records.
 const WIDTH: usize = 8;
 
+/// A record of the backend without autodiff, within the user's part of a [`TrainingState`](crate::TrainingState), which
+/// is a record of the backend that trains: tensors, tuples and vectors of them, or a struct with `#[derive(Record,
+/// Clone)]`. The records that burn derives for modules cannot be cloned: take what is in them.
+///
+/// ```
+/// # use bonfire::{DataParallel, Group, TrainingState, train::InnerRecord};
+/// # use burn::backend::{Autodiff, Flex};
+/// # use burn::module::AutodiffModule;
+/// # use burn::nn::LinearConfig;
+/// # use burn::optim::AdamConfig;
+/// # let group = Group::threads(1)?.remove(0);
+/// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&Default::default());
+/// let (model, ddp) = DataParallel::new(group, linear)?;
+/// let best = InnerRecord(model.valid().weight.val());
+/// let mut state = TrainingState::new(model, AdamConfig::new().init(), 1e-3, (f64::INFINITY, best));
+/// # let _ = (state.save()?, ddp);
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct InnerRecord<R>(pub R);
+
+impl<B: AutodiffBackend, R: Record<B::InnerBackend>> Record<B> for InnerRecord<R> {
+    type Item<S: PrecisionSettings> = R::Item<S>;
+
+    fn into_item<S: PrecisionSettings>(self) -> Self::Item<S> {
+        self.0.into_item()
+    }
+
+    fn from_item<S: PrecisionSettings>(item: Self::Item<S>, device: &B::Device) -> Self {
+        InnerRecord(R::from_item(item, device))
+    }
+}
+
 /// Returns a record as bytes. What it contains must be [`recordable`].
 pub(super) fn record<B: Backend, R: Record<B>>(record: R) -> Result<Vec<u8>, Error> {
     let bytes = Recorder::<B>::record(&Records::default(), record, ());

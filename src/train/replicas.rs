@@ -57,7 +57,7 @@ impl<B: AutodiffBackend> Replicas<B> {
         operation: &'static str,
         model: &M,
         gradients: GradientsParams,
-        weight: usize,
+        weight: f64,
     ) -> Result<Option<Outcome>, Error> {
         if self.has_threads {
             WARNED.call_once(|| {
@@ -70,9 +70,9 @@ impl<B: AutodiffBackend> Replicas<B> {
         }
         let header = self.header(&self.in_model(model))?;
         let (gradients, others) = self.parameters.take(gradients);
-        let problem = (others && weight > 0).then_some(Problem::Unknown);
+        let problem = (others && weight > 0.0).then_some(Problem::Unknown);
         let gradients = gradients.into_iter().map(|(position, tensor)| (position, handle::<B::InnerBackend>(tensor)));
-        let gradients = Gradients { gradients: gradients.collect(), weight: weight as f64, problem };
+        let gradients = Gradients { gradients: gradients.collect(), weight, problem };
         self.steps.sync(operation, header, gradients).map(Some)
     }
 

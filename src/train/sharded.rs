@@ -31,7 +31,7 @@ use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::shards::Cut;
-use bonfire_train::step::{Groups, Outcome, Steps};
+use bonfire_train::step::{Groups, Outcome, PassWeight, Steps};
 use bonfire_train::{DeviceMesh, Sharding};
 
 const OPERATION: &str = "sharded optimizer";
@@ -176,11 +176,11 @@ where
     /// # Errors
     /// See [`LastPass::finish`].
     #[track_caller]
-    pub fn run<T>(
+    pub fn run<T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, usize),
+        mut loss: impl FnMut(&M, T) -> (Tensor<B, 1>, W),
     ) -> Result<Parts<B>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
@@ -191,11 +191,11 @@ where
     /// # Errors
     /// See [`LastPass::finish`].
     #[track_caller]
-    pub fn try_run<T>(
+    pub fn try_run<T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, usize), Fault>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<B, 1>, W), Fault>,
     ) -> Result<Parts<B>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::try_run");
         Ok(Parts::new(self.replicas.run(model, batches, loss)?, self.of.clone()))
@@ -206,9 +206,9 @@ where
     /// # Errors
     /// See [`DataParallel::pass`].
     #[track_caller]
-    pub fn pass(&self, model: &M, weight: usize) -> Result<Pass<B, M>, Error> {
+    pub fn pass(&self, model: &M, weight: impl PassWeight) -> Result<Pass<B, M>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::pass");
-        self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
+        self.replicas.begin(model, false)?.weigh(weight.value()).map(Pass)
     }
 
     /// Begins the last pass of a step: see [`DataParallel::last_pass`].
@@ -216,10 +216,10 @@ where
     /// # Errors
     /// See [`DataParallel::last_pass`].
     #[track_caller]
-    pub fn last_pass(&self, model: &M, weight: usize) -> Result<LastPass<B, M, Parts<B>>, Error> {
+    pub fn last_pass(&self, model: &M, weight: impl PassWeight) -> Result<LastPass<B, M, Parts<B>>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::last_pass");
         let of = self.of.clone();
-        let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
+        let open = self.replicas.begin(model, true)?.weigh(weight.value())?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
     }
 
@@ -251,9 +251,9 @@ where
     /// # Errors
     /// See [`DataParallel::sync`].
     #[track_caller]
-    pub fn sync(&self, model: &M, gradients: GradientsParams, weight: usize) -> Result<Parts<B>, Error> {
+    pub fn sync(&self, model: &M, gradients: GradientsParams, weight: impl PassWeight) -> Result<Parts<B>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::sync");
-        let outcome = self.replicas.sync("sync", model, gradients, weight)?;
+        let outcome = self.replicas.sync("sync", model, gradients, weight.value())?;
         Ok(Parts::new(means(outcome)?, self.of.clone()))
     }
 

@@ -70,7 +70,8 @@ pub struct TrainingState<B: AutodiffBackend, M: AutodiffModule<B>, O, S, U = ()>
     /// batches. It may be more than there are, behind a last batch that is smaller.
     pub samples: usize,
     /// All else: numbers, texts, tensors of the backend's own element types, tuples and vectors of these, and structs
-    /// with `#[derive(Record)]`. `()` for nothing.
+    /// with `#[derive(Record)]`. What is of the backend without autodiff is in an
+    /// [`InnerRecord`](crate::train::InnerRecord). `()` for nothing.
     pub user: U,
 }
 

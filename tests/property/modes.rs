@@ -133,7 +133,7 @@ impl Training {
 
     /// Ends the step of a rank without another pass.
     fn end(&self, program: &Program, step: usize, rank: usize, sum: GradientsParams) -> Result<Mean, Error> {
-        let weight = program.passes[step][rank].iter().map(|(_, weight)| weight).sum();
+        let weight: usize = program.passes[step][rank].iter().map(|(_, weight)| weight).sum();
         Ok(match &self.form {
             Form::Step(ddp, _) => Mean::Whole(ddp.skip(&self.net)?),
             Form::Zero1(sgd, _) => Mean::Parts(sgd.skip(&self.net)?),

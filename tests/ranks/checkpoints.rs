@@ -1,12 +1,14 @@
 //! Checkpoints on burn 0.21 alone: what `tests/shared/checkpoints.rs` cannot have.
 
+use bonfire::train::InnerRecord;
 use bonfire::{Checkpoints, Error, Group, TrainingState};
 use bonfire_testing::ranks;
+use burn::module::AutodiffModule;
 use burn::nn::LinearConfig;
 use burn::optim::{Adam, AdamConfig, GradientsParams, MultiGradientsParams, Optimizer};
 use burn::tensor::{DType, TensorData};
 
-use crate::burn_version::{AdamOf, DataParallel, FullyShardedParallel, Linear, Model, Tensor, Training, device};
+use crate::burn_version::{AdamOf, DataParallel, FullyShardedParallel, Inner, Linear, Model, Tensor, Training, device};
 use crate::model_data::map_gradients;
 use crate::shared::checkpoint_versions::goes_on;
 use crate::shared::checkpoints::state::Net;
@@ -144,4 +146,46 @@ fn a_model_that_burn_would_round_is_refused() {
             assert!(error.contains("`weight` is F16, and burn loads records in"), "{error}");
         }
     });
+}
+
+/// A record of the backend without autodiff.
+type Weights = (Inner<2>, Vec<Inner<1>>);
+
+// Not shared: burn 0.22 has one type of tensors, with and without autodiff, and the user's state is serde's there.
+#[test]
+fn a_record_of_the_backend_without_autodiff_is_part_of_a_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let linear = |group: Group| {
+        let linear: Linear = LinearConfig::new(3, 2).init(&device());
+        DataParallel::new(group, linear).unwrap()
+    };
+    let run = |saved: Option<Vec<u8>>| {
+        ranks(2, |group: Group| {
+            let (model, mut ddp) = linear(group);
+            let of = |model: &Linear| {
+                let linear = model.valid();
+                InnerRecord((linear.weight.val(), vec![linear.bias.expect("a bias").val()]))
+            };
+            let user = (7u64, of(&model));
+            let mut state = TrainingState::new(model, AdamConfig::new().init(), 0.1, user);
+            let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
+            let of_user = |(_, InnerRecord((weight, biases))): &(u64, InnerRecord<Weights>)| {
+                [weight.to_data(), biases[0].to_data()]
+            };
+            let Some(saved) = &saved else {
+                checkpoints.save(&state).unwrap();
+                return (state.save().unwrap(), of_user(&state.user));
+            };
+            checkpoints.load(&mut state).unwrap();
+            let loaded = of_user(&state.user);
+            let (model, _) = linear(ddp.group().clone());
+            state.user = (8, of(&model));
+            assert_ne!(of_user(&state.user), loaded);
+            ddp.resume(&mut state, || Ok(saved.clone())).unwrap();
+            assert_eq!((state.user.0, of_user(&state.user)), (7, loaded.clone()));
+            (saved.clone(), loaded)
+        })
+    };
+    let (saved, expected) = run(None).swap_remove(0);
+    assert!(run(Some(saved)).iter().all(|(_, loaded)| *loaded == expected));
 }

@@ -158,7 +158,7 @@ fn ranks_at_different_samples_do_not_save() {
         let mut checkpoints = Checkpoints::new(ddp.group(), folder.path()).unwrap();
         state.samples += rank / 2;
         let error = checkpoints.save(&state).unwrap_err().to_string();
-        assert!(error.contains("rank 0 is at epoch 0, sample 0, rank 2 at epoch 0, sample 1; save on all"), "{error}");
+        assert!(error.contains("rank 0 is at epoch 0, sample 0, rank 2 at epoch 0, sample 1; call this"), "{error}");
         state.samples = 0;
         checkpoints.save(&state).unwrap();
     });

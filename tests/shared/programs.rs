@@ -6,6 +6,8 @@ mod loops;
 mod models;
 mod norms;
 mod parts;
+mod several;
+mod unusable;
 
 use std::ops::Range;
 

@@ -45,8 +45,31 @@
 //! whichever has saved it, and by the package for burn 0.21. It says what it holds, so loading it into another kind of
 //! scheduler, or another type of the user's state, is an error that names both.
 //! [`bonfire_train::checkpoint`] has the format of the files, and says what survives a crash.
+//!
+//! A tuple of two to four of these, each [`Named`], is one set too: of models that train together, such as a generator
+//! and a critic.
+//!
+//! ```
+//! # use bonfire::{Checkpoints, DataParallel, Group, TrainingState};
+//! # use bonfire::train::checkpoint::Named;
+//! # use burn::nn::LinearConfig;
+//! # use burn::optim::AdamConfig;
+//! # use burn::tensor::Device;
+//! # let group = Group::threads(1)?.remove(0);
+//! # let linear = || LinearConfig::new(2, 1).init(&Device::flex().autodiff());
+//! # let (critic, judging) = DataParallel::new(group.clone(), linear())?;
+//! # let (generator, making) = DataParallel::new(group.clone(), linear())?;
+//! # let mut critic = TrainingState::new(critic, AdamConfig::new().init(), 1e-3, ());
+//! # let mut generator = TrainingState::new(generator, AdamConfig::new().init(), 1e-3, ());
+//! # let folder = tempfile::tempdir().expect("a folder");
+//! let mut checkpoints = Checkpoints::new(&group, folder.path())?;
+//! checkpoints.load((Named("critic", &mut critic), Named("generator", &mut generator)))?;
+//! checkpoints.save((Named("critic", &critic), Named("generator", &generator)))?;
+//! # Ok::<(), bonfire::Error>(())
+//! ```
 
 mod module;
+mod named;
 mod optimizer;
 mod training;
 
@@ -61,7 +84,7 @@ use super::walk::Kind;
 use bonfire_core::{Error, Group};
 use bonfire_train::checkpoint::{self, Dtype, OwnPart, Set, Sink, Snapshot};
 
-pub use bonfire_train::checkpoint::{SavedSet, Scored, Which};
+pub use bonfire_train::checkpoint::{Named, SavedSet, Scored, Which};
 
 pub(super) use self::optimizer::has_states;
 pub(super) use self::training::OwnState;
@@ -79,6 +102,7 @@ pub struct Checkpoints(checkpoint::Checkpoints);
 
 /// What can be saved: a [`TrainingState`](crate::TrainingState), and a pair of a state and the
 /// [`FullyShardedParallel`](crate::FullyShardedParallel) that trains its model. A set can be loaded into any of them.
+/// Two to four of these, each [`Named`], are a set too.
 pub trait Save {
     /// Returns what is to be saved. It does not change with the training.
     #[doc(hidden)]
@@ -208,6 +232,22 @@ impl Checkpoints {
     pub fn wait(&mut self) -> Result<(), Error> {
         let _call = self.0.enter("Checkpoints::wait");
         self.0.wait()
+    }
+
+    /// Compares all that [`save`](Self::save) compares, and writes nothing: what several ranks have of models,
+    /// averages, optimizers and learning rates, in every form of training. [`DataParallel::verify`] needs no folder,
+    /// and compares one model and its optimizer.
+    ///
+    /// # Errors
+    /// On all ranks the same: [`Error::InvalidArgument`] if anything differs, which it names, or if the ranks are not
+    /// at the same epoch and sample. Otherwise the errors of [`Group::all_gather`]. The error of a save in the
+    /// background.
+    ///
+    /// [`DataParallel::verify`]: crate::DataParallel::verify
+    #[track_caller]
+    pub fn verify(&mut self, what: impl Save) -> Result<(), Error> {
+        let _call = self.0.enter("Checkpoints::verify");
+        self.0.verify(what.snapshot())
     }
 
     /// Returns the sets in the folder, by number: what each holds, its position in the data, and its score.

@@ -19,7 +19,7 @@ use bonfire_train::compression::Compression;
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::protocol::Refusal;
 use bonfire_train::shards::Cut;
-use bonfire_train::step::{Groups, Outcome, Steps, Unused};
+use bonfire_train::step::{Groups, Outcome, PassWeight, Steps, Unused};
 
 const OPERATION: &str = "data parallel";
 
@@ -107,8 +107,8 @@ impl DataParallel {
     }
 
     /// Makes a step with a pass for each batch, and returns the mean gradients. `loss` gets the pass's model and a
-    /// batch, and returns the loss, and the weight of the pass: what the loss is a mean over, such as samples or
-    /// tokens.
+    /// batch, and returns the loss, and the weight of the pass: what the loss is a mean over, such as a number of
+    /// samples or tokens, or a sum of weights.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Group};
@@ -135,11 +135,11 @@ impl DataParallel {
     /// # Errors
     /// See [`LastPass::finish`], and [`last_pass`](Self::last_pass).
     #[track_caller]
-    pub fn run<M: Module, T>(
+    pub fn run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
+        mut loss: impl FnMut(&M, T) -> (Tensor<1>, W),
     ) -> Result<GradientsParams, Error> {
         let _call = self.group().enter("DataParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
@@ -152,11 +152,11 @@ impl DataParallel {
     /// the group remains usable; or, if layers of the model communicate, the error of a failed group. Otherwise those
     /// of `run`.
     #[track_caller]
-    pub fn try_run<M: Module, T>(
+    pub fn try_run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, W), Fault>,
     ) -> Result<GradientsParams, Error> {
         let _call = self.group().enter("DataParallel::try_run");
         Ok(self.replicas.parameters.means(self.replicas.run(model, batches, loss)?))
@@ -168,9 +168,9 @@ impl DataParallel {
     /// # Errors
     /// [`Error::InvalidArgument`] while the last pass of a step is open.
     #[track_caller]
-    pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+    pub fn pass<M: Module>(&self, model: &M, weight: impl PassWeight) -> Result<Pass<M>, Error> {
         let _call = self.group().enter("DataParallel::pass");
-        self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
+        self.replicas.begin(model, false)?.weigh(weight.value()).map(Pass)
     }
 
     /// Begins the last pass of a step, whose gradients are exchanged during the backward pass. All ranks call it in
@@ -200,10 +200,10 @@ impl DataParallel {
     /// the errors of [`Group::subgroup`]; [`Error::Config`] with a transport on which a process is in one operation at
     /// a time, with which [`sync`](Self::sync) works. Errors of the exchange come from [`finish`](LastPass::finish).
     #[track_caller]
-    pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M>, Error> {
+    pub fn last_pass<M: Module>(&self, model: &M, weight: impl PassWeight) -> Result<LastPass<M>, Error> {
         let _call = self.group().enter("DataParallel::last_pass");
         let parameters = self.replicas.parameters.clone();
-        let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
+        let open = self.replicas.begin(model, true)?.weigh(weight.value())?;
         Ok(LastPass { open, result: Box::new(move |means| parameters.means(means)) })
     }
 
@@ -286,10 +286,10 @@ impl DataParallel {
         &self,
         model: &M,
         gradients: GradientsParams,
-        weight: usize,
+        weight: impl PassWeight,
     ) -> Result<GradientsParams, Error> {
         let _call = self.group().enter("DataParallel::sync");
-        let outcome = self.replicas.sync("sync", model, gradients, weight)?;
+        let outcome = self.replicas.sync("sync", model, gradients, weight.value())?;
         Ok(self.replicas.parameters.means(means(Some(outcome))?))
     }
 
@@ -337,18 +337,19 @@ impl DataParallel {
         self.replicas.steps.set_bucket_bytes(bytes);
     }
 
-    /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the
-    /// same number of values; all get the same result. A rank without samples passes 0, and its values are ignored.
+    /// Averages metrics over all ranks. `weight` is what this rank's are means over, as that of a pass: samples,
+    /// tokens, or a sum of weights. All ranks must call this, with the same number of values; all get the same result.
+    /// A rank without samples passes 0, and its values are ignored.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; the group remains usable. Otherwise the errors
-    /// of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a weight is negative or not finite; the
+    /// group remains usable. Otherwise the errors of [`Group::all_reduce`].
     #[track_caller]
-    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+    pub fn mean<const N: usize>(&self, values: &[f64; N], weight: impl PassWeight) -> Result<[f64; N], Error> {
         let _call = self.group().enter("DataParallel::mean");
         self.replicas.unused.end();
         let steps = &self.replicas.steps;
-        steps.counted(steps.groups().mean(values, samples), false)
+        steps.counted(steps.groups().mean(values, weight.value()), false)
     }
 }
 

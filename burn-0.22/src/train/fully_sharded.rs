@@ -27,7 +27,7 @@ use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::parameters::check_same_model;
 use bonfire_train::protocol::{Header, Refusal};
 use bonfire_train::step::layers::{Layers, Weight};
-use bonfire_train::step::{Groups, Outcome};
+use bonfire_train::step::{Groups, Outcome, PassWeight};
 
 const OPERATION: &str = "full sharding";
 
@@ -199,11 +199,11 @@ impl FullyShardedParallel {
     /// # Errors
     /// See [`LastPass::finish`]; [`Error::Mismatch`] on all ranks if they have used different blocks in a pass.
     #[track_caller]
-    pub fn run<M: Module, T>(
+    pub fn run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
+        mut loss: impl FnMut(&M, T) -> (Tensor<1>, W),
     ) -> Result<Parts, Error> {
         let _call = self.group().enter("FullyShardedParallel::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
@@ -215,11 +215,11 @@ impl FullyShardedParallel {
     /// # Errors
     /// That error, and those of `run`.
     #[track_caller]
-    pub fn try_run<M: Module, T>(
+    pub fn try_run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, W), Fault>,
     ) -> Result<Parts, Error> {
         let _call = self.group().enter("FullyShardedParallel::try_run");
         Ok(Parts::new(Form::run(self, model, batches, loss)?, self.of.clone()))
@@ -231,9 +231,9 @@ impl FullyShardedParallel {
     /// # Errors
     /// [`Error::InvalidArgument`] while another pass is open. Those of the step before, if that has failed.
     #[track_caller]
-    pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+    pub fn pass<M: Module>(&self, model: &M, weight: impl PassWeight) -> Result<Pass<M>, Error> {
         let _call = self.group().enter("FullyShardedParallel::pass");
-        self.begin(model, false)?.weigh(weight as f64).map(Pass)
+        self.begin(model, false)?.weigh(weight.value()).map(Pass)
     }
 
     /// Begins the last pass of a step on this rank: see [`DataParallel::last_pass`](crate::DataParallel::last_pass).
@@ -241,10 +241,10 @@ impl FullyShardedParallel {
     /// # Errors
     /// See [`pass`](Self::pass). Errors of the step come from [`finish`](LastPass::finish).
     #[track_caller]
-    pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M, Parts>, Error> {
+    pub fn last_pass<M: Module>(&self, model: &M, weight: impl PassWeight) -> Result<LastPass<M, Parts>, Error> {
         let _call = self.group().enter("FullyShardedParallel::last_pass");
         let of = self.of.clone();
-        let open = self.begin(model, true)?.weigh(weight as f64)?;
+        let open = self.begin(model, true)?.weigh(weight.value())?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
     }
 
@@ -301,12 +301,12 @@ impl FullyShardedParallel {
     /// Averages metrics over all ranks: see [`DataParallel::mean`](crate::DataParallel::mean).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; the group remains usable. Otherwise the errors
-    /// of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a weight is negative or not finite; the
+    /// group remains usable. Otherwise the errors of [`Group::all_reduce`].
     #[track_caller]
-    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+    pub fn mean<const N: usize>(&self, values: &[f64; N], weight: impl PassWeight) -> Result<[f64; N], Error> {
         let _call = self.group().enter("FullyShardedParallel::mean");
-        self.steps.groups().mean(values, samples)
+        self.steps.groups().mean(values, weight.value())
     }
 
     /// Averages the states that differ between the ranks, such as running statistics: see

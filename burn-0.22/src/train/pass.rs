@@ -15,7 +15,7 @@ use bonfire_core::{Error, Group};
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::step::layers::{Layers, Weight, attempt};
-use bonfire_train::step::{self, Means, Outcome};
+use bonfire_train::step::{self, Means, Outcome, PassWeight};
 
 /// What the program's own code returns if it fails in a pass: any error.
 pub type Fault = Box<dyn std::error::Error + Send + Sync>;
@@ -92,11 +92,12 @@ impl<M, G> LastPass<M, G> {
     /// A gradient that is missing on some ranks counts as zero there; one that is missing on all ranks stays missing.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the ranks' parameters or settings differ, if
-    /// the model is not the one in training, if a rank with samples has no gradients, has run two backward passes in
-    /// one pass, or has another pass of the step open. The group remains usable. Otherwise the errors of
-    /// [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a gradient from its device or has
-    /// dropped its step. The call may have succeeded on other ranks then, which are one step ahead.
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a weight is negative or not finite, if the
+    /// ranks' parameters or settings differ, if the model is not the one in training, if a rank with samples has no
+    /// gradients, has run two backward passes in one pass, or has another pass of the step open. The group remains
+    /// usable. Otherwise the errors of [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a
+    /// gradient from its device or has dropped its step. The call may have succeeded on other ranks then, which are one
+    /// step ahead.
     #[track_caller]
     pub fn finish(self, gradients: &mut Gradients) -> Result<G, Error> {
         let _call = self.open.engine.group().enter("LastPass::finish");
@@ -242,17 +243,17 @@ pub(super) trait Form {
 
     /// Makes a step with a pass for each batch. `loss` returns the loss and what it is a mean over. A collective of the
     /// model that fails is an error here.
-    fn run<M: Module, T>(
+    fn run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+        mut loss: impl FnMut(&M, T) -> Result<(Tensor<1>, W), Fault>,
     ) -> Result<Means, Error> {
         let mut batches = batches.into_iter().peekable();
         while let Some(batch) = batches.next() {
             let open = self.begin(model, batches.peek().is_none())?;
             let outcome = match attempt(|| loss(&open.model, batch))? {
-                Ok((loss, weight)) => open.weigh(weight as f64)?.finish(&mut attempt(|| loss.backward())?)?,
+                Ok((loss, weight)) => open.weigh(weight.value())?.finish(&mut attempt(|| loss.backward())?)?,
                 Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
                     None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,
                     outcome => outcome,

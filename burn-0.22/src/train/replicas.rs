@@ -55,13 +55,13 @@ impl Replicas {
         operation: &'static str,
         model: &M,
         gradients: GradientsParams,
-        weight: usize,
+        weight: f64,
     ) -> Result<Outcome, Error> {
         let header = self.header(&self.in_model(model))?;
         let (gradients, others) = self.parameters.take(gradients);
-        let problem = (others && weight > 0).then_some(Problem::Unknown);
+        let problem = (others && weight > 0.0).then_some(Problem::Unknown);
         let gradients = gradients.into_iter().map(|(position, tensor)| (position, handle(tensor))).collect();
-        self.steps.sync(operation, header, Gradients { gradients, weight: weight as f64, problem })
+        self.steps.sync(operation, header, Gradients { gradients, weight, problem })
     }
 
     /// Returns the model of a pass: the first use of each parameter that needs a gradient puts a leaf of the pass's own

@@ -7,8 +7,8 @@ use serde::de::DeserializeOwned;
 use super::checkpoint::{Load, Save};
 use super::data_parallel::DataParallel;
 use super::training_state::TrainingState;
-use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_or_none, broadcast_value, furthest};
 use bonfire_train::checkpoint::{from_bytes, to_bytes};
 use bonfire_train::shards::Cut;
@@ -145,13 +145,56 @@ impl DataParallel {
         // would find what else differs.
         loop {
             let group = self.group().shrink()?;
-            // Lanes, and memory for buckets, are those of the old group.
-            self.replicas.steps = self.replicas.steps.over(Groups::replicas(group)?, Cut::Rows);
-            match self.catch_up(state) {
+            match self.continue_in(group, state) {
                 Err(Error::PeerLost { .. } | Error::Disconnected { .. } | Error::Left { .. }) => {}
                 result => return result,
             }
         }
+    }
+
+    /// As [`shrink`](Self::shrink), for a program with several models: continues in the group that another of its
+    /// `DataParallel`s has shrunk to. Call `shrink` for one model, and this for each of the others, on all ranks in the
+    /// same order, with [`group`](Self::group) of the first:
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group, TrainingState};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::SgdConfig;
+    /// # let linear = || LinearConfig::new(2, 2).init(&burn::tensor::Device::flex().autodiff());
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let ((critic, mut judging), (generator, mut making)) =
+    /// #     (DataParallel::new(group.clone(), linear())?, DataParallel::new(group, linear())?);
+    /// # let mut critic = TrainingState::new(critic, SgdConfig::new().init(), 0.1, ());
+    /// # let mut generator = TrainingState::new(generator, SgdConfig::new().init(), 0.1, ());
+    /// judging.shrink(&mut critic)?;
+    /// making.shrink_to(judging.group(), &mut generator)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// Each state is that of a rank which is furthest with this model, so their positions in the data may differ: a
+    /// rank may have failed between two models' steps of one batch. The program goes on with the one that is behind.
+    ///
+    /// # Errors
+    /// Those of [`shrink`](Self::shrink). If another rank is lost meanwhile, call both again.
+    #[track_caller]
+    pub fn shrink_to<M: Module + 'static, U: Serialize + DeserializeOwned + Clone>(
+        &mut self,
+        group: &Group,
+        state: &mut TrainingState<M, U>,
+    ) -> Result<(), Error> {
+        let _call = group.enter("DataParallel::shrink_to");
+        self.continue_in(group.clone(), state)
+    }
+
+    /// Continues in another group, and brings all ranks to the state of the lowest rank among those that are furthest.
+    fn continue_in<M: Module + 'static, U: Serialize + DeserializeOwned + Clone>(
+        &mut self,
+        group: Group,
+        state: &mut TrainingState<M, U>,
+    ) -> Result<(), Error> {
+        // Lanes, and memory for buckets, are those of the old group.
+        self.replicas.steps = self.replicas.steps.over(Groups::replicas(group)?, Cut::Rows);
+        self.catch_up(state)
     }
 
     /// Brings all ranks to the state of the lowest rank among those that are furthest.

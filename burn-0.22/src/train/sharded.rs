@@ -30,7 +30,7 @@ use bonfire_core::Error;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::shards::Cut;
-use bonfire_train::step::{Groups, Outcome, Steps};
+use bonfire_train::step::{Groups, Outcome, PassWeight, Steps};
 use bonfire_train::{DeviceMesh, Sharding};
 
 const OPERATION: &str = "sharded optimizer";
@@ -129,11 +129,11 @@ impl ShardedOptimizer {
     /// # Errors
     /// Those of [`DataParallel::run`].
     #[track_caller]
-    pub fn run<M: Module, T>(
+    pub fn run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        mut loss: impl FnMut(&M, T) -> (Tensor<1>, usize),
+        mut loss: impl FnMut(&M, T) -> (Tensor<1>, W),
     ) -> Result<Parts, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::run");
         self.try_run(model, batches, |model, batch| Ok(loss(model, batch)))
@@ -144,11 +144,11 @@ impl ShardedOptimizer {
     /// # Errors
     /// Those of [`DataParallel::try_run`].
     #[track_caller]
-    pub fn try_run<M: Module, T>(
+    pub fn try_run<M: Module, T, W: PassWeight>(
         &self,
         model: &M,
         batches: impl IntoIterator<Item = T>,
-        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, usize), Fault>,
+        loss: impl FnMut(&M, T) -> Result<(Tensor<1>, W), Fault>,
     ) -> Result<Parts, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::try_run");
         Ok(Parts::new(self.replicas.run(model, batches, loss)?, self.of.clone()))
@@ -159,9 +159,9 @@ impl ShardedOptimizer {
     /// # Errors
     /// Those of [`DataParallel::pass`].
     #[track_caller]
-    pub fn pass<M: Module>(&self, model: &M, weight: usize) -> Result<Pass<M>, Error> {
+    pub fn pass<M: Module>(&self, model: &M, weight: impl PassWeight) -> Result<Pass<M>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::pass");
-        self.replicas.begin(model, false)?.weigh(weight as f64).map(Pass)
+        self.replicas.begin(model, false)?.weigh(weight.value()).map(Pass)
     }
 
     /// As [`DataParallel::last_pass`].
@@ -169,10 +169,10 @@ impl ShardedOptimizer {
     /// # Errors
     /// Those of [`DataParallel::last_pass`].
     #[track_caller]
-    pub fn last_pass<M: Module>(&self, model: &M, weight: usize) -> Result<LastPass<M, Parts>, Error> {
+    pub fn last_pass<M: Module>(&self, model: &M, weight: impl PassWeight) -> Result<LastPass<M, Parts>, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::last_pass");
         let of = self.of.clone();
-        let open = self.replicas.begin(model, true)?.weigh(weight as f64)?;
+        let open = self.replicas.begin(model, true)?.weigh(weight.value())?;
         Ok(LastPass { open, result: Box::new(|means| Parts::new(means, of)) })
     }
 
@@ -204,9 +204,14 @@ impl ShardedOptimizer {
     /// # Errors
     /// Those of [`DataParallel::sync`].
     #[track_caller]
-    pub fn sync<M: Module>(&self, model: &M, gradients: GradientsParams, weight: usize) -> Result<Parts, Error> {
+    pub fn sync<M: Module>(
+        &self,
+        model: &M,
+        gradients: GradientsParams,
+        weight: impl PassWeight,
+    ) -> Result<Parts, Error> {
         let _call = self.of.groups.main.enter("ShardedOptimizer::sync");
-        let outcome = self.replicas.sync("sync", model, gradients, weight)?;
+        let outcome = self.replicas.sync("sync", model, gradients, weight.value())?;
         Ok(Parts::new(means(Some(outcome))?, self.of.clone()))
     }
 

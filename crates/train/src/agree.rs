@@ -83,6 +83,30 @@ pub fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     postcard::from_bytes(&bytes).map_err(broken)
 }
 
+/// Returns the longest of the lengths of all ranks, to which all of them then pad. All ranks must call this. A rank
+/// without sequences passes 0.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] on all ranks if a length is above the `limit`, of which the lowest counts; the group
+/// remains usable. Otherwise those of [`Group::all_gather`].
+#[track_caller]
+pub fn longest(group: &Group, own: usize, limit: usize) -> Result<usize, Error> {
+    let _call = group.enter("longest");
+    let of_ranks = all_gather_values(group, [own as u64, limit as u64])?;
+    let limit = of_ranks.iter().map(|[_, limit]| *limit).min().unwrap_or(0);
+    let longest = of_ranks.iter().map(|[length, _]| *length).max().unwrap_or(0);
+    match of_ranks.iter().position(|[length, _]| *length == longest && longest > limit) {
+        None => Ok(longest as usize),
+        Some(rank) => {
+            let reason = format!(
+                "rank {rank} has a sequence of {longest}, and the longest that is allowed has {limit}; cut it, or \
+                 leave it out"
+            );
+            Err(Error::argument("agreeing on a length", reason))
+        }
+    }
+}
+
 /// Returns the mean of each value over all ranks, without weights.
 ///
 /// # Errors

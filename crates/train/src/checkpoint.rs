@@ -17,9 +17,10 @@
 //!
 //! The files are safetensors: other programs can read them. A file has ranges of tensors, each as one dimension; the
 //! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH`,
-//! `optimizer/PATH/FIELD` and `scheduler/FIELD`; numbers, such as a count of steps, are tensors without dimensions. The
-//! manifest lists what begins with which name, of which type it was, the position in the data (completed epochs, and
-//! samples of the next one), and the score if there is one.
+//! `optimizer/PATH/FIELD` and `scheduler/FIELD`; numbers, such as a count of steps, are tensors without dimensions. Of
+//! several trainings in one set they begin with the training's own, as in `critic/model/PATH`, and `critic/epoch` and
+//! `critic/samples` are its position in the data. The manifest lists what begins with which name, of which type it was,
+//! the position (completed epochs, and samples of the next one), and the score if there is one.
 //!
 //! # What survives
 //! When [`save`](Checkpoints::save) or [`wait`](Checkpoints::wait) has returned, the files, the entries of their folder
@@ -32,6 +33,7 @@ mod contents;
 mod folder;
 mod format;
 mod model;
+mod named;
 mod own_part;
 mod parts;
 mod saving;
@@ -55,9 +57,10 @@ use self::folder::{best, list, read_manifest};
 use self::format::Manifest;
 pub use self::format::{Dtype, ReadBytes, Sink, width};
 pub use self::model::ModelReader;
+pub use self::named::{Named, about, check_names};
 pub use self::own_part::OwnPart;
 pub use self::parts::{Parts, describe};
-use self::saving::{Saving, lower_priority, open, panicked};
+use self::saving::{Saving, compare, lower_priority, open, panicked};
 pub use self::scalar::Scalar;
 pub use self::set::{SavedTensor, Set};
 pub use self::state::{Field, Fields, LoadedTensor, NOT_ELEMENTWISE, ReadRange, StateTensor, state_name};
@@ -226,6 +229,19 @@ impl Checkpoints {
         thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
     }
 
+    /// Compares what the ranks would save, and writes nothing.
+    ///
+    /// # Errors
+    /// On all ranks the same: that of the snapshot of the lowest rank that fails; [`Error::InvalidArgument`] if the
+    /// ranks are not at the same position in the data, or if what several of them have differs. Otherwise those of
+    /// [`Group::all_gather`]. The error of a save in the background.
+    #[track_caller]
+    pub fn verify(&mut self, snapshot: Result<Snapshot, Error>) -> Result<(), Error> {
+        let _call = self.enter("Checkpoints::verify");
+        self.wait()?;
+        compare(&self.lane, snapshot)
+    }
+
     /// Fails on all ranks if `check` fails on one, unless the folder was opened to load only: what could not be saved
     /// is known before the training then.
     ///
@@ -325,6 +341,9 @@ const IN_BACKGROUND: &str = "Checkpoints::save_in_background";
 
 /// What errors of a save name.
 pub const SAVING: &str = "saving a checkpoint";
+
+/// What errors of a comparison name.
+const COMPARING: &str = "comparing what the ranks have";
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {

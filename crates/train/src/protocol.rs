@@ -203,13 +203,17 @@ impl Weight {
     }
 
     /// Reads the weights of all ranks. Returns how this rank's gradients enter the mean, and the sum of all weights. A
-    /// sum of 0 is left to the caller: other passes of the step may have a weight.
+    /// sum of 0 is left to the caller: other passes of the step may have a weight. One that is not finite is refused.
     pub fn evaluate(&self, from: &mut Reader<'_>) -> Result<(Weighting, f64), Refusal> {
         let weights: Vec<WeightWords> = from.words();
         if let Some((rank, problem)) = Problem::first(weights.iter().map(|weight| weight.problem)) {
             return Err(Refusal::Problem { rank, problem });
         }
         let total: f64 = weights.iter().map(|weight| weight.weight).sum();
+        if !total.is_finite() {
+            let rank = (0..weights.len()).max_by(|a, b| weights[*a].weight.total_cmp(&weights[*b].weight)).unwrap_or(0);
+            return Err(Refusal::Problem { rank, problem: Problem::Weight });
+        }
         let equal = weights.iter().all(|weight| weight.weight.to_bits() == weights[0].weight.to_bits());
         let share = if total > 0.0 { self.weight / total } else { 0.0 };
         Ok((if equal && total > 0.0 { Weighting::Equal } else { Weighting::Share(share) }, total))

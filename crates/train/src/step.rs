@@ -24,6 +24,7 @@ mod sums;
 mod sync;
 mod unused;
 mod updates;
+mod weight;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -40,6 +41,8 @@ pub(crate) use self::stop::Stopping;
 pub(crate) use self::sums::Sums;
 pub use self::sync::Gradients;
 pub use self::unused::Unused;
+pub use self::weight::PassWeight;
+pub(crate) use self::weight::usable;
 use crate::agree::all_gather_values;
 use crate::compression::{CompressedLane, Compression, Compressor};
 use crate::lane::{Tensor, Tensors, lane};
@@ -386,17 +389,23 @@ impl Groups {
         [&self.shards, &self.replicas, &self.main].into_iter().fold(error, |error, group| group.abandon(error))
     }
 
-    /// Averages values over all ranks, weighted by the ranks' numbers of samples. The values of ranks without samples
-    /// are ignored.
+    /// Averages values over all ranks, each with a weight. The values of ranks whose weight is 0 are ignored.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples. Otherwise those of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank's weight is negative or not finite.
+    /// Otherwise those of [`Group::all_reduce`].
     #[track_caller]
-    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
-        let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
-        let mut sums: Vec<f64> = weighted.chain([samples as f64]).collect();
+    pub fn mean<const N: usize>(&self, values: &[f64; N], weight: f64) -> Result<[f64; N], Error> {
+        let weight = usable(weight).unwrap_or(f64::NAN);
+        let weighted = values.iter().map(|value| if weight == 0.0 { 0.0 } else { value * weight });
+        let mut sums: Vec<f64> = weighted.chain([weight]).collect();
         let request = Request::new(Operation::AllReduce, DType::F64).reduction(ReduceOp::Sum).part_of("mean");
         self.main.operate(request, None, cast_slice_mut(&mut sums))?;
+        if !sums[N].is_finite() {
+            let reason = "the weight of some rank is negative or not finite; give a number of samples, tokens or the \
+                          like, or a sum of weights";
+            return Err(Error::argument("mean", reason));
+        }
         if sums[N] == 0.0 {
             return Err(Refusal::NoSamples.error("mean", &[]));
         }

@@ -160,6 +160,7 @@ where
 
     /// Reads all but the optimizer's state.
     pub(in crate::train) fn read_without_optimizer(&self, set: &Set, own: &OwnParts) -> Result<Self, Error> {
+        set.check_unnamed()?;
         let (rebuilt, identities) = rebuild(self.model.clone());
         let model = restore(M::from_inner(module::load(MODEL, rebuilt.valid(), set, own)?), identities);
         let Some(device) = model.devices().first().cloned() else {

@@ -111,11 +111,12 @@ where
 
     fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
         let (state, optimizer) = (self.0.state(), &self.1);
+        let loaded = state.read_without_optimizer(set, &OwnParts::new())?;
         has_states(set)?;
         set.check(&optimizer_item::<O>())?;
         let states = (0..optimizer.states.len()).map(|position| optimizer.read_slice(set, position));
         let states = states.collect::<Result<_, _>>()?;
-        Ok((state.read_without_optimizer(set, &OwnParts::new())?, states))
+        Ok((loaded, states))
     }
 
     fn replace(self, (loaded, states): Self::Loaded) {

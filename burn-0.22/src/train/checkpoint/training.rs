@@ -111,6 +111,7 @@ impl<M: Module + 'static, U: Serialize + DeserializeOwned + Clone> TrainingState
                           it again";
             return Err(argument(reason));
         };
+        set.check_unnamed()?;
         let item = Item::new(OPTIMIZER, Kind::Optimizer);
         set.check(&item)?;
         let parameters = Parameters::of(&self.model).1;

@@ -16,6 +16,8 @@ const CUT_FROM: usize = 64 << 10;
 pub struct Parts {
     rank: usize,
     world_size: usize,
+    /// What all names begin with.
+    prefix: String,
     names: HashSet<String>,
     list: Vec<Part>,
     /// What other ranks have too.
@@ -25,11 +27,24 @@ pub struct Parts {
 impl Parts {
     /// The parts of a rank that has added none.
     pub fn new(rank: usize, world_size: usize) -> Parts {
-        Parts { rank, world_size, names: HashSet::new(), list: Vec::new(), digests: Vec::new() }
+        Parts { rank, world_size, prefix: String::new(), names: HashSet::new(), list: Vec::new(), digests: Vec::new() }
     }
 
     pub(super) fn rank(&self) -> usize {
         self.rank
+    }
+
+    /// Adds what `add` adds, under names that begin with `prefix`.
+    pub(super) fn within(
+        &mut self,
+        prefix: &str,
+        add: impl FnOnce(&mut Parts) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let len = self.prefix.len();
+        self.prefix.push_str(prefix);
+        let added = add(self);
+        self.prefix.truncate(len);
+        added
     }
 
     pub(super) fn into_list(mut self) -> (Vec<Part>, Vec<Digested>) {
@@ -50,7 +65,8 @@ impl Parts {
             digest.add(bytes);
             Ok(())
         })?;
-        self.digests.push(Digested { what: format!("`{name}`"), part: part as u64, digest: digest.finish() });
+        let what = format!("`{}{name}`", self.prefix);
+        self.digests.push(Digested { what, part: part as u64, digest: digest.finish() });
         Ok(())
     }
 
@@ -70,6 +86,7 @@ impl Parts {
         if range.is_empty() && elements(shape) != Some(0) {
             return Ok(());
         }
+        let name = format!("{}{name}", self.prefix);
         if !self.names.insert(name.clone()) {
             return Err(Error::argument(SAVING, format!("there are two tensors called `{name}`")));
         }
@@ -144,14 +161,14 @@ impl Parts {
 }
 
 /// Fails if ranks have different values of what should be the same.
-pub(super) fn check_equal(of_ranks: &[Vec<Digested>]) -> Result<(), Error> {
+pub(super) fn check_equal(operation: &str, of_ranks: &[Vec<Digested>]) -> Result<(), Error> {
     let Some(difference) = Difference::of(of_ranks) else { return Ok(()) };
     let reason = format!(
         "{difference}, so what each rank saves does not fit together; save a fully sharded model as a pair with its \
          `FullyShardedParallel`, average running statistics with `average_states` before, and find out with `verify` \
          since when the ranks differ"
     );
-    Err(Error::argument(SAVING, reason))
+    Err(Error::argument(operation, reason))
 }
 
 /// Describes a tensor in an error.

@@ -11,7 +11,7 @@ use super::contents::{Contents, Item};
 use super::folder::{Draft, begin, commit, discard, draft, file_name, sync};
 use super::format::{self, FileId, FileSummary, Manifest};
 use super::parts::{Parts, check_equal};
-use super::{Collect, OPENING, SAVING, Snapshot};
+use super::{COMPARING, Collect, OPENING, SAVING, Snapshot};
 use crate::parameters::Digested;
 use bonfire_core::internal::{AgreedOperations, panic_message, process_number, random};
 use bonfire_core::{Error, Group};
@@ -88,7 +88,7 @@ impl Saving {
             Err(error) => (Err(error), None),
         };
         let (contents, scores): (Vec<_>, Vec<_>) = lane.all_gather_results(own)?.into_iter().unzip();
-        let contents = same_contents(&contents)?;
+        let contents = same_contents(SAVING, &contents)?;
         same_score(&scores)?;
         let failed = |error| Error::io(format!("{SAVING} in {}", folder.display()), error);
         let draft = claim.as_ref().map(|claim| {
@@ -103,7 +103,7 @@ impl Saving {
         let written = claim.as_ref().map_or(Ok(()), |claim| claim.check()).and(written);
         let saved = lane.all_gather_results(written).and_then(|written| {
             let (files, digests): (Vec<_>, Vec<_>) = written.into_iter().unzip();
-            check_equal(&digests)?;
+            check_equal(SAVING, &digests)?;
             let manifest = Manifest { score, ..Manifest::new(&draft.id, files, contents) };
             let committed = claim.as_ref().map_or(Ok(()), |claim| {
                 claim.check()?;
@@ -157,20 +157,32 @@ fn same_score(of_ranks: &[Option<f64>]) -> Result<(), Error> {
     Err(Error::argument(SAVING, reason))
 }
 
+/// Compares what the ranks would save, and writes nothing.
+pub(super) fn compare(lane: &Group, snapshot: Result<Snapshot, Error>) -> Result<(), Error> {
+    let (own, collect) = match snapshot {
+        Ok(Snapshot { contents, collect }) => (Ok(contents), Some(collect)),
+        Err(error) => (Err(error), None),
+    };
+    same_contents(COMPARING, &lane.all_gather_results(own)?)?;
+    let mut parts = Parts::new(lane.rank(), lane.world_size());
+    let collected = collect.map_or(Ok(()), |collect| collect(&mut parts)).map(|()| parts.into_list().1);
+    check_equal(COMPARING, &lane.all_gather_results(collected)?)
+}
+
 /// Returns what all ranks save. Fails if they are not at the same position, or save different things.
-fn same_contents(of_ranks: &[Contents]) -> Result<Contents, Error> {
+fn same_contents(operation: &str, of_ranks: &[Contents]) -> Result<Contents, Error> {
     let first = of_ranks[0].clone();
     let Some((rank, other)) = (0..).zip(of_ranks).find(|(_, contents)| **contents != first) else { return Ok(first) };
     let position = |contents: &Contents| format!("epoch {}, sample {}", contents.epoch, contents.samples);
     let items = |contents: &Contents| contents.items.iter().map(Item::to_string).collect::<Vec<_>>().join(", ");
     let reason = if first.items == other.items {
         let (first, other) = (position(&first), position(other));
-        format!("rank 0 is at {first}, rank {rank} at {other}; save on all ranks after the same step")
+        format!("rank 0 is at {first}, rank {rank} at {other}; call this on all ranks after the same step")
     } else {
         let (first, other) = (items(&first), items(other));
         format!("rank 0 saves {first}, and rank {rank} {other}; save the same on all ranks")
     };
-    Err(Error::argument(SAVING, reason))
+    Err(Error::argument(operation, reason))
 }
 
 pub(super) fn panicked(panic: &(dyn Any + Send)) -> Error {

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::contents::{Contents, Item, LOADING, argument};
 use super::folder::file_name;
@@ -15,8 +16,8 @@ use bonfire_core::Error;
 
 /// An open set.
 pub struct Set {
-    /// The files by rank.
-    files: Vec<Source>,
+    /// The files by rank, of a part of a set too.
+    files: Arc<Vec<Source>>,
     tensors: BTreeMap<String, SavedTensor>,
     contents: Option<Contents>,
 }
@@ -58,6 +59,7 @@ impl Data {
 }
 
 /// A tensor of a set.
+#[derive(Clone)]
 pub struct SavedTensor {
     /// The element type.
     pub dtype: Dtype,
@@ -86,7 +88,8 @@ impl Set {
         manifest: &Manifest,
         mut open: impl FnMut(&Path) -> io::Result<Data>,
     ) -> Result<Set, Error> {
-        let mut set = Set { files: Vec::new(), tensors: BTreeMap::new(), contents: manifest.contents.clone() };
+        let mut files = Vec::new();
+        let mut set = Set { files: Arc::default(), tensors: BTreeMap::new(), contents: manifest.contents.clone() };
         for (rank, summary) in manifest.files.iter().enumerate() {
             let path = folder.join(file_name(rank));
             let broken = |reason: &str| invalid(&path, reason);
@@ -109,7 +112,7 @@ impl Set {
             for range in parse_header(&header, bytes, id).map_err(|reason| broken(&reason))? {
                 set.add(rank, range).map_err(|reason| broken(&reason))?;
             }
-            set.files.push(Source { path, file, data: header.len() as u64 });
+            files.push(Source { path, file, data: header.len() as u64 });
         }
         for (name, tensor) in &mut set.tensors {
             tensor.ranges.sort_by_key(|(_, range)| range.range.start);
@@ -121,7 +124,14 @@ impl Set {
                 return Err(invalid(folder, &format!("its files do not have all elements of `{name}`")));
             }
         }
+        set.files = Arc::new(files);
         Ok(set)
+    }
+
+    /// Returns what has names that begin with `prefix`, under the rest of these names.
+    pub(super) fn part(&self, prefix: &str, contents: Contents) -> Set {
+        let tensors = self.names(prefix).map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+        Set { files: self.files.clone(), tensors, contents: Some(contents) }
     }
 
     fn add(&mut self, file: usize, range: StoredRange) -> Result<(), String> {

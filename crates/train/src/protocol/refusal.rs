@@ -42,6 +42,8 @@ pub enum Problem {
     Failed,
     /// The gradient is not finite, and the program leaves out such steps.
     NotFinite(usize),
+    /// The weight of a pass is negative or not finite, or the sum of all is not.
+    Weight,
 }
 
 impl Problem {
@@ -284,6 +286,10 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
         }
         Problem::Failed => format!("rank {rank}'s own code has failed"),
         Problem::NotFinite(position) => format!("rank {rank}'s gradient of `{}` is not finite", path(position)),
+        Problem::Weight => format!(
+            "the weight of a pass of rank {rank} is negative or not finite, or the sum of all is not; return the \
+             number of samples, tokens or the like that its loss is a mean over, or the sum of their weights"
+        ),
     }
 }
 

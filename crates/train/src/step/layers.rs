@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use super::usable;
 use bonfire_core::Error;
 
 thread_local! {
@@ -56,9 +57,9 @@ impl Weight {
         Weight(Arc::new(weight.into()))
     }
 
-    /// Sets the weight, once.
+    /// Sets the weight, once. One that is negative or not finite counts nothing, and is an error of the step.
     pub fn set(&self, weight: f64) {
-        self.0.get_or_init(|| weight);
+        self.0.get_or_init(|| usable(weight).unwrap_or(0.0));
     }
 
     /// Returns the weight; 0 as long as it is not known.

@@ -1,0 +1,31 @@
+//! What a loss is a mean over.
+
+/// What the loss of a pass is a mean over, or a metric: a number of samples, of tokens or of pixels, or the sum of
+/// their weights, such as those of classes. It is finite and not negative; 0 counts nothing.
+pub trait PassWeight: Copy {
+    /// Returns it as a number.
+    fn value(self) -> f64;
+}
+
+impl PassWeight for usize {
+    fn value(self) -> f64 {
+        self as f64
+    }
+}
+
+impl PassWeight for f32 {
+    fn value(self) -> f64 {
+        self.into()
+    }
+}
+
+impl PassWeight for f64 {
+    fn value(self) -> f64 {
+        self
+    }
+}
+
+/// Returns a weight that can be used; another one counts nothing, and is `None` here.
+pub(crate) fn usable(weight: f64) -> Option<f64> {
+    Some(weight).filter(|weight| weight.is_finite() && *weight >= 0.0)
+}
