@@ -148,10 +148,10 @@ fn train_with_burn<B: AutodiffBackend + DistributedBackend>(
     let (data, folder) = (Data::load(args, ranks)?, tempfile::tempdir()?);
     let config = DistributedConfig { all_reduce_op: ReduceOperation::Mean };
     let training = data
-        .training(args, &device, folder.path())
+        .training::<B>(args, &device, folder.path())
         .metrics((AccuracyMetric::<Flex>::new(), LossMetric::<Flex>::new()))
         .renderer(Epochs::new())
-        .with_training_strategy(ExecutionStrategy::ddp(devices, config).into());
+        .with_training_strategy(ExecutionStrategy::<B>::ddp(devices, config).into());
     let clock = Instant::now();
     // In each iteration burn's strategy advances the schedule by one step for each rank.
     let trained = training.launch(data.learner(args, network, ranks)?).model;
@@ -166,7 +166,7 @@ fn train_rank<B: AutodiffBackend>(args: &Args, group: Group, device: &B::Device)
     let (data, folder) = (Data::load(args, ranks)?, tempfile::tempdir()?);
     let strategy = DataParallelStrategy::new(group);
     let mut training = data
-        .training(args, device, folder.path())
+        .training::<B>(args, device, folder.path())
         .metrics(strategy.averaged(AccuracyMetric::<Flex>::new()))
         .metrics(strategy.averaged(LossMetric::<Flex>::new()));
     if rank == 0 {
@@ -206,7 +206,7 @@ impl Data {
         let loader = DataLoaderBuilder::new(Images).batch_size(self.batch).shuffle(args.seed);
         let train = loader.set_device(device.clone()).build(InMemDataset::new(self.digits.items()));
         let valid = DataLoaderBuilder::new(Images).batch_size(self.test.len()).set_device(device.clone());
-        SupervisedTraining::new(folder, train, valid.build(InMemDataset::new(self.test.items())))
+        SupervisedTraining::<Components<B>>::new(folder, train, valid.build(InMemDataset::new(self.test.items())))
             .num_epochs(args.epochs as usize)
             .with_application_logger(None)
     }
