@@ -285,9 +285,14 @@ impl GroupStatus {
         self.bell.ring();
     }
 
-    /// Records that packets of this size from this rank's address were lost on a data connection that `peer` opened.
-    pub fn add_lost_packets(&self, peer: usize, largest: u16, own: Option<IpAddr>) {
-        self.state().peers[peer].lost_packets.add(largest, own);
+    /// A data connection that `peer` has opened begins to wait for the largest packets: see [`LostPackets::begin`].
+    pub fn begin_packets(&self, peer: usize, largest: u16, own: Option<IpAddr>) {
+        self.state().peers[peer].lost_packets.begin(largest, own);
+    }
+
+    /// That connection ends. `lost`: this rank's packets on it were not acknowledged.
+    pub fn end_packets(&self, peer: usize, lost: bool) {
+        self.state().peers[peer].lost_packets.end(lost);
         self.bell.ring();
     }
 

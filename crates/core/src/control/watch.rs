@@ -248,9 +248,9 @@ impl<'a> Watch<'a> {
         Fault::Failed(Error::Stalled { site, rank, peer, reason, elapsed })
     }
 
-    /// As [`stalled`](Self::stalled), if this rank's largest packets to `peer` at this address are lost.
+    /// As [`stalled`](Self::stalled), if the largest packets between this rank and `peer` at this address are lost.
     pub fn packets_lost(&self, peer: usize, address: &SocketAddr, lost: LostPackets) -> Fault {
-        self.stalled(peer, format!("from rank {} to {address} {lost}", self.rank))
+        self.stalled(peer, format!("between rank {} and {address} {lost}", self.rank))
     }
 
     /// How long nothing must have arrived by the deadline for the network to be in doubt, and not only its speed.

@@ -183,11 +183,13 @@ impl Tcp {
                 return Err(fault);
             }
             if !self.status.has_data_streams(peer) {
-                let lost = self.status.lost_packets(peer);
+                let (address, lost) = (&self.addresses[peer], self.status.lost_packets(peer));
                 if lost.is_certain() {
-                    return Err(watch.packets_lost(peer, &self.addresses[peer], lost));
+                    return Err(watch.packets_lost(peer, address, lost));
                 }
-                watch.tick_connected(peer).map_err(|fault| stalled::not_connected(fault, peer, watch))?;
+                if let Err(fault) = watch.tick_connected(peer) {
+                    return Err(stalled::not_connected(fault, (peer, address), lost, watch));
+                }
             }
         }
     }
