@@ -36,16 +36,13 @@ mod watch;
 pub(crate) use self::{
     accept::{MAX_DATA_CONNECTIONS, RETRY, admit},
     attempt::{Attempt, CONNECT_TIMEOUT, attempt, is_own},
-    connection::greet,
+    connection::send_first,
     heartbeat::{HeartbeatTimeout, turn},
-    message::{ControlRequest, RankEvent},
+    message::{ControlRequest, Message, RankEvent},
     plane::{ControlSetup, run},
     shrink::{Membership, PeerEvent, ShrinkMessage},
     status::GroupStatus,
     watch::Watch,
 };
 #[cfg(all(feature = "mpi", unix))]
-pub(crate) use self::{
-    message::{Message, apply_message},
-    status::find_mismatch,
-};
+pub(crate) use self::{message::apply_message, status::find_mismatch};

@@ -81,11 +81,12 @@ pub(super) enum Event {
     },
 }
 
-/// Sends the first message on each of these connections.
-pub(crate) async fn greet(connections: &mut [Option<TcpStream>]) {
+/// Sends a message on each of these connections, on which nothing is served yet.
+pub(crate) async fn send_first(connections: &mut [Option<TcpStream>], message: Message) {
+    let frame = Frame::Own(message);
     for stream in connections.iter_mut().flatten() {
         // The reader notices a connection that fails.
-        let _ = frame::write(stream, &Frame::Own(Message::Heartbeat)).await;
+        let _ = frame::write(stream, &frame).await;
     }
 }
 

@@ -44,6 +44,9 @@ pub(crate) enum Message {
     Failed(Error, u64),
     ShrinkMessage(ShrinkMessage),
     Invites(Invitation),
+    /// On a connection of a group that survivors may have agreed on: the sender may go on in another one. Its next
+    /// message says that it has not.
+    Elsewhere,
     /// The sender leaves, in order or because its thread panics. A connection that ends without it means a lost rank.
     Goodbye {
         panicked: bool,
@@ -53,7 +56,7 @@ pub(crate) enum Message {
 /// Records a message of `peer` in the status. Returns the answer, if any.
 pub(crate) fn apply_message(status: &GroupStatus, peer: usize, message: Message) -> Option<Message> {
     match message {
-        Message::Heartbeat => {}
+        Message::Heartbeat | Message::Elsewhere => {}
         Message::Calling(site) => return status.record_call(peer, site, true).map(Message::Called),
         Message::Called(site) => drop(status.record_call(peer, site, false)),
         Message::Locate => return status.own_whereabouts().map(Message::Located),

@@ -30,7 +30,7 @@ use super::{Neighbours, Transport};
 use crate::auth::Identity;
 use crate::control::invitation::{Endpoint, Invitation};
 use crate::control::{
-    self, ControlRequest, ControlSetup, GroupStatus, HeartbeatTimeout, RankEvent, ShrinkMessage, Watch,
+    self, ControlRequest, ControlSetup, GroupStatus, HeartbeatTimeout, Message, RankEvent, ShrinkMessage, Watch,
 };
 use crate::sync::{AtomicBool, Deadline, Mutex, Ordering, OwnRuntime, STALL_TIMEOUT, lock};
 use crate::types::{Error, Fault, Locate, Site, Whereabouts};
@@ -76,7 +76,7 @@ impl Tcp {
             .name(format!("bonfire-control-{}", identity.rank))
             .spawn(move || {
                 runtime.run_here(async {
-                    control::greet(&mut setup.connections).await;
+                    control::send_first(&mut setup.connections, Message::Heartbeat).await;
                     // The receiver waits for it.
                     let _ = greeted.send(());
                     control::run(setup, heartbeat_timeout, outgoing, told).await;

@@ -205,6 +205,10 @@ impl Control {
     }
 
     pub(super) fn handle_frame(&mut self, peer: usize, frame: Frame) {
+        if matches!(frame, Frame::Own(Message::Elsewhere)) {
+            self.elsewhere[peer] = true;
+            return;
+        }
         self.mark_greeted(peer);
         let (n, rank, is_hub) = (self.connections.len(), self.rank(), self.is_hub());
         let from_hub = self.star.is_some() && peer == 0;
@@ -253,12 +257,10 @@ impl Control {
         }
     }
 
-    /// Records that a message from `peer` arrived on its connection to this rank.
+    /// Records that a message of a rank that is in this group arrived on its connection to this rank.
     pub(super) fn mark_greeted(&mut self, peer: usize) {
         let first = !std::mem::replace(&mut self.greeted[peer], true);
-        if first {
-            self.decide();
-        }
+        self.elsewhere[peer] = false;
         if first && self.is_hub() && self.greeted.iter().skip(1).all(|greeted| *greeted) {
             self.star.iter_mut().for_each(|star| star.begun = true);
             self.fan_out(&Frame::Begun, None);

@@ -37,8 +37,7 @@ fn control((rank, n): (usize, usize), connections: Vec<Connection>) -> Control {
         opened: 0,
         peer_events: unbounded_channel().0,
         greeted: vec![false; n],
-        predecessor: None,
-        undecided: Vec::new(),
+        elsewhere: vec![false; n],
         star: None,
     }
 }
@@ -241,57 +240,53 @@ fn ranks_that_wait_learn_which_ranks_have_begun_and_what_they_called() {
     }
 }
 
-/// What happens to a rank's connections in a group that survivors have agreed on.
+/// What happens to a rank's connection to rank 0 in a group that survivors have agreed on.
 #[derive(Clone, Copy)]
 enum Happens {
-    /// The first message of a rank arrives.
-    Greets(usize),
-    Closes(usize),
-    /// Nothing arrives from a rank for too long.
-    IsSilent(usize),
+    /// Its first message arrives.
+    Greets,
+    /// It says that it may go on in another group.
+    IsElsewhere,
+    Closes,
+    /// Nothing arrives from it for too long.
+    IsSilent,
 }
 
-/// Returns what the last of `n` ranks that have survived of `former` tells `shrink`, and after how many of the events.
-fn told(former: usize, n: usize, events: &[Happens]) -> Vec<(usize, usize, bool)> {
+/// Returns what rank 1 of two tells `shrink` of rank 0.
+fn told(events: &[Happens]) -> Vec<&'static str> {
     let (peer_events, mut told) = unbounded_channel();
-    let open = |peer| Connection::Open(Writer::new(unbounded_channel().0, peer));
-    let connections = (0..n - 1).map(open).chain([Connection::Absent]).collect();
-    let predecessor = Some(Predecessor { world_size: former, first: true });
-    let mut rank = Control { peer_events, predecessor, ..control((n - 1, n), connections) };
-    let mut all = Vec::new();
-    for (count, event) in events.iter().enumerate() {
-        match *event {
-            Happens::Greets(peer) => rank.handle_event(peer, Event::Received(peer, Frame::Own(Message::Heartbeat))),
-            Happens::Closes(peer) => {
-                rank.handle_event(peer, Event::Closed(peer, "it was closed".into()));
-                assert!(rank.status.failure().is_some(), "operations need not wait for it");
+    let connections = vec![Connection::Open(Writer::new(unbounded_channel().0, 0)), Connection::Absent];
+    let mut rank = Control { peer_events, ..control((1, 2), connections) };
+    for event in events {
+        match event {
+            Happens::Greets => rank.handle_event(0, Event::Received(0, Frame::Own(Message::Heartbeat))),
+            Happens::IsElsewhere => rank.handle_event(0, Event::Received(0, Frame::Own(Message::Elsewhere))),
+            Happens::Closes => rank.handle_event(0, Event::Closed(0, "it was closed".into())),
+            Happens::IsSilent => {
+                while !rank.detector.check(0, &rank.status, true) {}
+                rank.declare_lost(0);
             }
-            Happens::IsSilent(peer) => {
-                while !rank.detector.check(peer, &rank.status, true) {}
-                rank.declare_lost(peer);
-            }
-        }
-        while let Ok((peer, event)) = told.try_recv() {
-            all.push((count + 1, peer, matches!(event, PeerEvent::Closed)));
         }
     }
-    all
+    assert!(rank.status.failure().is_some(), "operations need not wait for it");
+    std::iter::from_fn(|| told.try_recv().ok())
+        .map(|(_, event)| match event {
+            PeerEvent::Closed => "closed",
+            PeerEvent::Silent => "silent",
+            event => panic!("{event:?}"),
+        })
+        .collect()
 }
 
 #[test]
-fn a_rank_that_dies_before_its_first_message_has_ended_if_too_few_may_be_elsewhere() {
-    use Happens::{Closes, Greets, IsSilent};
-    // Of four, ranks 0, 1 and 2 have survived. Rank 0 and 1 are half of them, and with rank 0 could go on alone.
-    assert_eq!(told(4, 3, &[Closes(0), Greets(1), Closes(1)]), [(2, 0, true), (3, 1, true)]);
-    assert_eq!(told(4, 3, &[Greets(1), Closes(0), Closes(1)]), [(2, 0, true), (3, 1, true)]);
-    assert_eq!(told(4, 3, &[Greets(1), Closes(1), Closes(0)]), [(2, 1, true), (3, 0, true)]);
-    assert_eq!(told(4, 3, &[Closes(0), Closes(1)]), [(2, 0, false), (2, 1, false)]);
-    assert_eq!(told(4, 3, &[Closes(0), IsSilent(1)]), [(2, 1, false), (2, 0, false)]);
-    // Rank 0 of two could, and neither of two among three. No two of five could.
-    assert_eq!(told(2, 2, &[Closes(0)]), [(1, 0, false)]);
-    assert_eq!(told(3, 2, &[Closes(0)]), [(1, 0, true)]);
-    assert_eq!(told(5, 3, &[Closes(0), Closes(1)]), [(1, 0, true), (2, 1, true)]);
-    // Three of five could.
-    assert_eq!(told(5, 4, &[Closes(2), Closes(1), Greets(0)]), [(3, 2, true), (3, 1, true)]);
-    assert_eq!(told(5, 4, &[Closes(2), Closes(1), Closes(0)]), [(3, 2, false), (3, 1, false), (3, 0, false)]);
+fn a_rank_that_dies_before_its_first_message_has_ended_unless_it_may_be_elsewhere() {
+    use Happens::{Closes, Greets, IsElsewhere, IsSilent};
+    assert_eq!(told(&[Closes]), ["closed"]);
+    assert_eq!(told(&[Greets, Closes]), ["closed"]);
+    assert_eq!(told(&[IsElsewhere, Closes]), ["silent"]);
+    assert_eq!(told(&[IsElsewhere, IsElsewhere, Closes]), ["silent"]);
+    // It learned that this group was agreed on, and followed.
+    assert_eq!(told(&[IsElsewhere, Greets, Closes]), ["closed"]);
+    assert_eq!(told(&[IsSilent, Closes]), ["silent", "closed"]);
+    assert_eq!(told(&[IsElsewhere, IsSilent, Closes]), ["silent", "silent"]);
 }
