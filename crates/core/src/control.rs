@@ -22,6 +22,8 @@ pub(crate) mod invitation;
 #[cfg(unix)]
 mod message;
 #[cfg(unix)]
+mod peer;
+#[cfg(unix)]
 mod plane;
 #[cfg(unix)]
 mod shrink;
@@ -38,7 +40,7 @@ pub(crate) use self::{
     attempt::{Attempt, CONNECT_TIMEOUT, attempt, is_own},
     connection::send_first,
     heartbeat::{HeartbeatTimeout, turn},
-    message::{ControlRequest, Message, RankEvent},
+    message::{ControlRequest, Goodbye, Message, RankEvent},
     plane::{ControlSetup, run},
     shrink::{Membership, PeerEvent, ShrinkMessage},
     status::GroupStatus,

@@ -7,9 +7,12 @@
 //! reported.
 //!
 //! Once rank 0 has left in order, most likely the job ends. So a rank connects to the others only when it exchanges
-//! messages with one of them, waits in a collective for longer than a moment, fails, or invites others to a subgroup.
-//! Then it dials the lower ranks and knocks at the higher ones, which dial it. Ranks that do none of this keep the few
-//! connections that they have.
+//! messages with one of them, waits for longer than a moment in a collective that rank 0 has begun, fails, or invites
+//! others to a subgroup. Then it dials the lower ranks and knocks at the higher ones, which dial it. Ranks that do none
+//! of this keep the few connections that they have.
+//!
+//! A goodbye says how many collectives its sender has begun. A rank in a later one, or that calls one, fails at once,
+//! as do all others by the same goodbye: it need not tell them, nor connect to them for it.
 //!
 //! Shrink messages are never relayed: sender and receiver are connected, and the sender's goodbye follows on the same
 //! connection. A rank's shrink messages and its end therefore arrive in order.
@@ -114,8 +117,8 @@ pub(crate) async fn run(
         while leaving.is_none() || control.must_linger() {
             tokio::select! {
                 message = outgoing.recv(), if leaving.is_none() => match message {
-                    Some(ControlRequest::Goodbye { panicked }) => {
-                        let goodbye = Message::Goodbye { panicked };
+                    Some(ControlRequest::Goodbye(goodbye)) => {
+                        let goodbye = Message::Goodbye(goodbye);
                         control.leave(&goodbye);
                         let limit = if control.is_hub() { GOODBYE_TIMEOUT } else { LINGER };
                         leaving = Some((goodbye, ticks_in(limit.saturating_add(control.detector.turns()))));
@@ -274,7 +277,7 @@ impl Control {
                 self.star.iter_mut().for_each(|star| star.replay.push(message.clone()));
             }
             // `run` handles it.
-            ControlRequest::Goodbye { .. } => {}
+            ControlRequest::Goodbye(_) => {}
         }
     }
 
@@ -317,8 +320,8 @@ impl Control {
             Event::Unreachable { reason, ended } if matches!(self.connections[peer], Connection::Pending(_)) => {
                 let star = self.star.as_ref();
                 if ended && star.is_some_and(|star| star.hub == Hub::Left) {
-                    // It left or died after rank 0, which could not report it.
-                    self.status.mark_left(peer);
+                    // It left or died after rank 0, which could not report it. What it has begun is not known.
+                    self.status.mark_left(peer, u64::MAX);
                 }
                 let uncertain = star.is_some_and(|star| star.uncertain);
                 self.disconnected(peer, reason, ended && self.all_begun() && !uncertain);
@@ -351,8 +354,8 @@ impl Control {
             Message::Called(site) if self.is_hub() => self.record_answer(peer, *site),
             // Rank 0 reports it to all ranks.
             Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.failure_known = true),
-            Message::Goodbye { panicked } => {
-                let panicked = *panicked;
+            Message::Goodbye(goodbye) => {
+                let panicked = goodbye.panicked;
                 self.connections[peer] = Connection::Closed;
                 let _ = self.peer_events.send((peer, PeerEvent::Left));
                 if self.is_hub() && !self.star.as_ref().is_some_and(|star| star.shrinking[peer]) {

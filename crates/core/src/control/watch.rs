@@ -13,8 +13,8 @@ use crate::types::{Call, Error, Fault, Places, RankList, Site, asked};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long an operation in which rank 0 has left may stall before the others connect to each other. Most likely it is
-/// the last one, and complete in less time even where many ranks share few processors.
+/// How long an operation that rank 0 has begun, and then left, may stall before the others connect to each other. Most
+/// likely it is the last one, and complete in less time even where many ranks share few processors.
 const MOMENT: Duration = Duration::from_secs(2);
 /// How long peers may take to say where they are.
 const ANSWER: Duration = Duration::from_secs(1);

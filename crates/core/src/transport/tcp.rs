@@ -30,7 +30,8 @@ use super::{Neighbours, Transport};
 use crate::auth::Identity;
 use crate::control::invitation::{Endpoint, Invitation};
 use crate::control::{
-    self, ControlRequest, ControlSetup, GroupStatus, HeartbeatTimeout, Message, RankEvent, ShrinkMessage, Watch,
+    self, ControlRequest, ControlSetup, Goodbye, GroupStatus, HeartbeatTimeout, Message, RankEvent, ShrinkMessage,
+    Watch,
 };
 use crate::sync::{AtomicBool, Deadline, Mutex, Ordering, OwnRuntime, STALL_TIMEOUT, lock};
 use crate::types::{Error, Fault, Locate, Site, Whereabouts};
@@ -330,7 +331,8 @@ impl Transport for Tcp {
         if let Some((Fault::Failed(error), completed)) = self.status.failure() {
             let _ = self.control.send(ControlRequest::Failed(error, completed));
         }
-        let _ = self.control.send(ControlRequest::Goodbye { panicked: std::thread::panicking() });
+        let goodbye = Goodbye { panicked: std::thread::panicking(), begun: self.status.begun() };
+        let _ = self.control.send(ControlRequest::Goodbye(goodbye));
         // The control thread ends soon after its goodbye message, whatever the peers do.
         if thread.join().is_err() {
             log::error!("rank {}: the control thread panicked", self.identity.rank);
