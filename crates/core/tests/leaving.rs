@@ -1,6 +1,7 @@
 //! How ranks leave: at what cost to the others, on a signal, and in a process that was forked.
 #![cfg(target_os = "linux")]
 
+use std::net::TcpStream;
 use std::time::Duration;
 
 use bonfire_core::{Builder, Error, Group, ReduceOp};
@@ -46,6 +47,31 @@ fn ranks_of_a_large_group_that_rank_0_has_left_open_no_connections() {
             assert!(after <= before, "{transport}: rank {rank} had {before} sockets and then {after}");
             assert!(process.end().success());
         }
+    }
+}
+
+/// A rank that missed all shrinks would take a closed port for the end of the rank.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "it finds out only whether a process listens")]
+fn a_rank_keeps_its_first_port_in_use_in_all_groups_that_follow() {
+    if is_child() {
+        let run = || {
+            let mut group = Group::from_env()?;
+            for _ in 0..3 {
+                // Drops the former group.
+                group = group.shrink()?;
+            }
+            group.barrier()?;
+            let address = std::env::var("BONFIRE_ADDRESS").expect("set by the parent");
+            let reached = group.rank() == 0 || TcpStream::connect(address).is_ok();
+            group.barrier().map(|()| format!("{reached}"))
+        };
+        return report(&run());
+    }
+    let name = "a_rank_keeps_its_first_port_in_use_in_all_groups_that_follow";
+    let ranks = Process::start_ranks(name, 2, "tcp", "60");
+    for (rank, process) in ranks.iter().enumerate() {
+        assert_eq!(process.outcome(), Ok("true".into()), "rank {rank}");
     }
 }
 

@@ -47,9 +47,7 @@ use super::{Connected, Settings, TransportKind, start_group, turn_on_host};
 use crate::auth::{AcceptQueue, Identity, Listener};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{
-    self, ControlSetup, HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, Message, ShrinkMessage,
-};
+use crate::control::{self, ControlSetup, HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, Message, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::transport::tcp::Tcp;
 use crate::transport::{GroupEndpoint, Regroup, hosts_of};
