@@ -121,15 +121,17 @@ impl GroupStatus {
 
     /// Records the first failure.
     pub fn fail(&self, fault: Fault, completed: u64) {
-        let mut state = self.state();
+        self.set_failure(&mut self.state(), fault, completed);
+        self.ring();
+    }
+
+    fn set_failure(&self, state: &mut StatusData, fault: Fault, completed: u64) {
         if state.failure.is_none() {
             state.failure = Some((fault, completed));
             self.failed.store(true, Ordering::Release);
             // One byte that is never read keeps the other end readable. The write cannot fail on a fresh socket pair.
             let _ = (&self.wake.0).write(&[1]);
         }
-        drop(state);
-        self.ring();
     }
 
     /// Returns the first failure, and the number of collectives that the reporting rank had completed.
@@ -158,17 +160,16 @@ impl GroupStatus {
     }
 
     /// Records that `peer` left in order after it had begun so many collectives. If this rank is in a later one, that
-    /// is a failure of the group: no rank will complete it.
+    /// is a failure of the group, which is known no later than that the peer has left: no rank will complete it.
     pub fn mark_left(&self, peer: usize, begun: u64) {
         let mut state = self.state();
         state.peers[peer].presence = Presence::Left(begun);
         // A collective that this rank has completed was begun by all.
-        let misses = state.begun() > begun;
-        drop(state);
-        match misses {
-            true => self.fail(Fault::Left { peer }, begun),
-            false => self.ring(),
+        if state.begun() > begun {
+            self.set_failure(&mut state, Fault::Left { peer }, begun);
         }
+        drop(state);
+        self.ring();
     }
 
     /// Whether `peer` has left in order.

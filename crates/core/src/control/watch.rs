@@ -259,9 +259,9 @@ impl<'a> Watch<'a> {
     }
 
     /// Once rank 0 has left in order, the others hear of each other only if they connect to each other. Has the control
-    /// thread do so, because this rank waits for them.
+    /// thread do so, because this rank waits for them, unless it need not wait: the operation has failed.
     pub fn meet(&self) {
-        if self.status.has_left(0) {
+        if self.status.has_left(0) && self.status.failure_in(self.tag).is_none() {
             let _ = self.control.send(ControlRequest::Meet);
         }
     }
