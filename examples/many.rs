@@ -1,4 +1,5 @@
-//! Measures the cost of connecting many ranks: the time until all are connected, and the resources of each.
+//! Measures the cost of connecting many ranks: the time until all are connected, and the resources of each. Then rank 0
+//! leaves, and the others once they know of it: none may be lost, and none may need more open files for it.
 //!
 //! `scripts/many-ranks` starts it with increasing numbers of ranks. `STARTED` is the time of the start in seconds since
 //! 1970. Rank 0 prints a line of a table: ranks; seconds until all were connected; proportional set size of a rank in
@@ -40,7 +41,24 @@ fn main() -> Result<(), Box<dyn Error>> {
         );
     }
     // No rank leaves before all have measured.
-    Ok(group.barrier()?)
+    group.barrier()?;
+    if group.rank() == 0 {
+        return Ok(());
+    }
+    let before = open_files()?;
+    match group.barrier() {
+        Err(bonfire::Error::Left { rank: 0, .. }) => {}
+        other => return Err(format!("rank 0 has left, and the next call returned {other:?}").into()),
+    }
+    match open_files()? {
+        after if after > before => Err(format!("{before} open files, and {after} since rank 0 has left").into()),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the number of this process's open files.
+fn open_files() -> io::Result<usize> {
+    Ok(fs::read_dir("/proc/self/fd")?.count())
 }
 
 /// Returns the proportional set size in KiB: private memory, and an equal share of memory common to several processes.

@@ -22,6 +22,8 @@ pub(crate) mod invitation;
 #[cfg(unix)]
 mod message;
 #[cfg(unix)]
+mod peer;
+#[cfg(unix)]
 mod plane;
 #[cfg(unix)]
 mod shrink;
@@ -36,16 +38,13 @@ mod watch;
 pub(crate) use self::{
     accept::{MAX_DATA_CONNECTIONS, RETRY, admit},
     attempt::{Attempt, CONNECT_TIMEOUT, attempt, is_own},
-    connection::greet,
+    connection::send_first,
     heartbeat::{HeartbeatTimeout, turn},
-    message::{ControlRequest, RankEvent},
+    message::{ControlRequest, Goodbye, Message, RankEvent},
     plane::{ControlSetup, run},
     shrink::{Membership, PeerEvent, ShrinkMessage},
     status::GroupStatus,
     watch::Watch,
 };
 #[cfg(all(feature = "mpi", unix))]
-pub(crate) use self::{
-    message::{Message, apply_message},
-    status::find_mismatch,
-};
+pub(crate) use self::{message::apply_message, status::find_mismatch};

@@ -304,7 +304,7 @@ fn start_group(
     runtime: OwnRuntime,
     connected: Connected,
     heartbeat_timeout: HeartbeatTimeout,
-    held: Vec<HeldOpen>,
+    held: Vec<Arc<HeldOpen>>,
 ) -> Result<GroupEndpoint, Error> {
     let Connected { settings, joined: Joined { mut setup, kind, hosts }, .. } = connected;
     setup.turn = turn_on_host(&hosts, settings.rank);

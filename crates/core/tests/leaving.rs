@@ -1,6 +1,7 @@
 //! How ranks leave: at what cost to the others, on a signal, and in a process that was forked.
 #![cfg(target_os = "linux")]
 
+use std::net::TcpStream;
 use std::time::Duration;
 
 use bonfire_core::{Builder, Error, Group, ReduceOp};
@@ -46,6 +47,63 @@ fn ranks_of_a_large_group_that_rank_0_has_left_open_no_connections() {
             assert!(after <= before, "{transport}: rank {rank} had {before} sockets and then {after}");
             assert!(process.end().success());
         }
+    }
+}
+
+/// A program's error: rank 0, or another one, makes a call less than the others.
+#[test]
+fn a_large_group_that_a_rank_has_left_fails_at_the_next_call_and_opens_no_connections() {
+    const PROCESSES: usize = 64;
+    const LEAVER: &str = "BONFIRE_TEST_LEAVER";
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        // Opens the connections for data that the next one needs.
+        group.barrier().expect("all ranks are there");
+        let before = sockets();
+        let leaver = std::env::var(LEAVER).expect("set by the parent");
+        if group.rank().to_string() == leaver {
+            return;
+        }
+        let outcome = group.barrier();
+        let after = sockets();
+        let named = matches!(outcome, Err(Error::Left { rank, .. }) if rank.to_string() == leaver);
+        return send_line(format!("{before} {after} {named} {outcome:?}"));
+    }
+    for (transport, leaver) in [("tcp", 0), ("shm", 0), ("tcp", 37)] {
+        let name = "a_large_group_that_a_rank_has_left_fails_at_the_next_call_and_opens_no_connections";
+        let ranks = Process::start_ranks_with(name, PROCESSES, transport, "240", &[(LEAVER, leaver.to_string())]);
+        for (rank, process) in ranks.iter().enumerate().filter(|(rank, _)| *rank != leaver) {
+            let line = process.read_line();
+            let [before, after, named, outcome] = line.splitn(4, ' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
+            let (before, after): (usize, usize) = (before.parse().unwrap(), after.parse().unwrap());
+            assert!(after <= before, "{transport}: rank {rank} had {before} sockets and then {after}");
+            assert_eq!(named, "true", "{transport}: rank {rank} got {outcome}");
+        }
+    }
+}
+
+/// A rank that missed all shrinks would take a closed port for the end of the rank.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "it finds out only whether a process listens")]
+fn a_rank_keeps_its_first_port_in_use_in_all_groups_that_follow() {
+    if is_child() {
+        let run = || {
+            let mut group = Group::from_env()?;
+            for _ in 0..3 {
+                // Drops the former group.
+                group = group.shrink()?;
+            }
+            group.barrier()?;
+            let address = std::env::var("BONFIRE_ADDRESS").expect("set by the parent");
+            let reached = group.rank() == 0 || TcpStream::connect(address).is_ok();
+            group.barrier().map(|()| format!("{reached}"))
+        };
+        return report(&run());
+    }
+    let name = "a_rank_keeps_its_first_port_in_use_in_all_groups_that_follow";
+    let ranks = Process::start_ranks(name, 2, "tcp", "60");
+    for (rank, process) in ranks.iter().enumerate() {
+        assert_eq!(process.outcome(), Ok("true".into()), "rank {rank}");
     }
 }
 

@@ -17,7 +17,7 @@
 use std::fmt;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
@@ -117,11 +117,14 @@ fn message(largest: u16) -> Vec<u8> {
     message
 }
 
-/// The connections to a peer on which this rank's largest packets were lost, since the last on which they arrived.
+/// The connections between this rank and a peer on which the largest packets were lost, since the last on which they
+/// arrived.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LostPackets {
     connections: u32,
-    /// On the last of them: the size of the packets, and this rank's address.
+    /// Since when another connection waits for packets.
+    waits: Option<Instant>,
+    /// On the last of all: the size of this rank's packets, and its address.
     largest: u16,
     own: Option<IpAddr>,
 }
@@ -130,16 +133,26 @@ impl LostPackets {
     /// How many connections in a row must lose their largest packets: any may break while its packets are in flight.
     const ENOUGH: u32 = 2;
 
-    /// Adds a connection from this rank's address on which packets of this size were lost.
-    pub fn add(&mut self, largest: u16, own: Option<IpAddr>) {
-        *self = LostPackets { connections: self.connections + 1, largest, own };
+    /// How long packets may take that are not lost. The system has repeated them twice then.
+    const MOMENT: Duration = Duration::from_secs(1);
+
+    /// A connection begins to wait for packets. `own`: this rank's address. `largest`: the size of its packets.
+    pub fn begin(&mut self, largest: u16, own: Option<IpAddr>) {
+        *self = LostPackets { waits: Some(Instant::now()), largest, own, ..*self };
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.connections == 0
+    /// The connection that has waited ends. `lost`: this rank's packets were not acknowledged.
+    pub fn end(&mut self, lost: bool) {
+        *self = LostPackets { connections: self.connections + u32::from(lost), waits: None, ..*self };
     }
 
-    /// Whether there are enough of them for the operation to fail.
+    /// Whether packets were lost, as far as is known at the deadline. `active`: the peer answers other messages, so
+    /// packets that do not come are not late because it is stopped.
+    pub fn is_likely(&self, active: bool) -> bool {
+        self.connections > 0 || active && self.waits.is_some_and(|since| since.elapsed() >= LostPackets::MOMENT)
+    }
+
+    /// Whether enough packets were lost for the operation to fail.
     pub fn is_certain(&self) -> bool {
         self.connections >= LostPackets::ENOUGH
     }
@@ -259,8 +272,14 @@ mod tests {
             assert_eq!(largest, u16::try_from(mtu).unwrap_or(u16::MAX));
         }
         let mut lost = LostPackets::default();
-        lost.add(1500, Some(Ipv4Addr::LOCALHOST.into()));
-        assert!(!lost.is_empty() && !lost.is_certain());
+        lost.begin(1500, Some(Ipv4Addr::LOCALHOST.into()));
+        assert!(!lost.is_likely(true), "they may be on their way");
+        let before = LostPackets { waits: Instant::now().checked_sub(LostPackets::MOMENT), ..lost };
+        assert!(before.is_likely(true) && !before.is_likely(false));
+        lost.end(false);
+        assert!(!lost.is_likely(true));
+        lost.end(true);
+        assert!(lost.is_likely(false) && !lost.is_certain());
         let text = lost.to_string();
         assert!(text.contains("those of 1500 bytes, the MTU of lo, are lost") && text.contains("dev lo mtu"), "{text}");
     }

@@ -103,16 +103,14 @@ pub(crate) fn admit(
 async fn accept_over_network(mut stream: TcpStream, prologue: Prologue, status: Arc<GroupStatus>) {
     let rank = prologue.from as usize;
     let largest = stream.peer_addr().map_or(0, |peer| auth::largest_packet(&stream, peer.ip()));
+    status.begin_packets(rank, largest, stream.local_addr().ok().map(|own| own.ip()));
     let exchanged = timeout(auth::PACKETS_TIMEOUT, auth::exchange_packets(&mut stream, largest)).await;
+    let late = |_| Err(Refusal::Io(ErrorKind::TimedOut.into()));
+    let exchanged = exchanged.unwrap_or_else(late);
+    status.end_packets(rank, exchanged.is_err() && auth::unacknowledged(&stream) > 0);
     let accepted = match exchanged {
-        Ok(Ok(())) => accept_data(stream, prologue, &status).await,
-        Ok(Err(refusal)) => Err(refusal),
-        Err(_) => {
-            if auth::unacknowledged(&stream) > 0 {
-                status.add_lost_packets(rank, largest, stream.local_addr().ok().map(|own| own.ip()));
-            }
-            Err(Refusal::Io(ErrorKind::TimedOut.into()))
-        }
+        Ok(()) => accept_data(stream, prologue, &status).await,
+        Err(refusal) => Err(refusal),
     };
     if let Err(refusal) = accepted {
         log::debug!("a data connection from rank {rank} was not completed: {refusal}");

@@ -24,7 +24,7 @@ pub(super) enum Frame {
     /// From rank 0: a relayed message of rank `from`. Rank 0 fills in the rank on whose connection the message arrived.
     /// From any other rank this frame is an error, so no rank can speak for another one.
     Relayed { from: u32, message: Message },
-    /// From rank 0: rank `peer` is lost. `ended`: it had begun this group, and its connection was closed.
+    /// From rank 0: rank `peer` is lost. `ended`: its connection was closed, and it cannot go on in another group.
     Lost { peer: u32, reason: String, ended: bool },
     /// From rank 0: all ranks have begun this group.
     Begun,
@@ -81,11 +81,12 @@ pub(super) enum Event {
     },
 }
 
-/// Sends the first message on each of these connections.
-pub(crate) async fn greet(connections: &mut [Option<TcpStream>]) {
+/// Sends a message on each of these connections, on which nothing is served yet.
+pub(crate) async fn send_first(connections: &mut [Option<TcpStream>], message: Message) {
+    let frame = Frame::Own(message);
     for stream in connections.iter_mut().flatten() {
         // The reader notices a connection that fails.
-        let _ = frame::write(stream, &Frame::Own(Message::Heartbeat)).await;
+        let _ = frame::write(stream, &frame).await;
     }
 }
 
@@ -97,7 +98,7 @@ pub(super) async fn write(mut stream: OwnedWriteHalf, mut frames: UnboundedRecei
             Err(e) if e.kind() == ErrorKind::InvalidInput => log::warn!("dropped a control message: {e}"),
             // The reader notices it, as in `Writer::send`.
             Err(_) => return,
-            Ok(()) if matches!(frame, Frame::Own(Message::Goodbye { .. })) => return,
+            Ok(()) if matches!(frame, Frame::Own(Message::Goodbye(_))) => return,
             Ok(()) => {}
         }
     }
@@ -115,7 +116,7 @@ pub(super) async fn read(
         status.record_activity(peer);
         match frame {
             Ok(Some(frame)) => {
-                let last = matches!(frame, Frame::Own(Message::Goodbye { .. }));
+                let last = matches!(frame, Frame::Own(Message::Goodbye(_)));
                 // The receiver is gone if this rank is about to leave.
                 if events.send((peer, Event::Received(number, frame))).await.is_err() || last {
                     return;

@@ -23,8 +23,8 @@ pub(crate) enum ControlRequest {
     Invites(usize, Invitation),
     /// Sends a shrink message to all peers.
     ShrinkMessage(ShrinkMessage),
-    /// This rank leaves, in order or because its thread panics. The control thread ends.
-    Goodbye { panicked: bool },
+    /// This rank leaves. The control thread ends.
+    Goodbye(Goodbye),
 }
 
 /// A message from one rank to others.
@@ -44,16 +44,26 @@ pub(crate) enum Message {
     Failed(Error, u64),
     ShrinkMessage(ShrinkMessage),
     Invites(Invitation),
-    /// The sender leaves, in order or because its thread panics. A connection that ends without it means a lost rank.
-    Goodbye {
-        panicked: bool,
-    },
+    /// On a connection of a group that survivors may have agreed on: the sender may go on in another one. Its next
+    /// message says that it has not.
+    Elsewhere,
+    /// The sender leaves. A connection that ends without it means a lost rank.
+    Goodbye(Goodbye),
+}
+
+/// How a rank leaves.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Goodbye {
+    /// Its thread panics. Otherwise it leaves in order.
+    pub panicked: bool,
+    /// How many collectives it has begun in the group. No rank completes one that it has not.
+    pub begun: u64,
 }
 
 /// Records a message of `peer` in the status. Returns the answer, if any.
 pub(crate) fn apply_message(status: &GroupStatus, peer: usize, message: Message) -> Option<Message> {
     match message {
-        Message::Heartbeat => {}
+        Message::Heartbeat | Message::Elsewhere => {}
         Message::Calling(site) => return status.record_call(peer, site, true).map(Message::Called),
         Message::Called(site) => drop(status.record_call(peer, site, false)),
         Message::Locate => return status.own_whereabouts().map(Message::Located),
@@ -61,8 +71,8 @@ pub(crate) fn apply_message(status: &GroupStatus, peer: usize, message: Message)
         Message::Failed(error, completed) => status.fail(Fault::Failed(error), completed),
         Message::ShrinkMessage(_) => status.set_shrinking(peer),
         Message::Invites(invitation) => status.add_invitation(peer, invitation),
-        Message::Goodbye { panicked: true } => drop(status.mark_lost(peer, "its thread panicked".into())),
-        Message::Goodbye { panicked: false } => status.mark_left(peer),
+        Message::Goodbye(Goodbye { panicked: true, .. }) => drop(status.mark_lost(peer, "its thread panicked".into())),
+        Message::Goodbye(Goodbye { begun, .. }) => status.mark_left(peer, begun),
     }
     None
 }

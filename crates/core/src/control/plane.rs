@@ -7,9 +7,12 @@
 //! reported.
 //!
 //! Once rank 0 has left in order, most likely the job ends. So a rank connects to the others only when it exchanges
-//! messages with one of them, waits in a collective for longer than a moment, fails, or invites others to a subgroup.
-//! Then it dials the lower ranks and knocks at the higher ones, which dial it. Ranks that do none of this keep the few
-//! connections that they have.
+//! messages with one of them, waits for longer than a moment in a collective that rank 0 has begun, fails, or invites
+//! others to a subgroup. Then it dials the lower ranks and knocks at the higher ones, which dial it. Ranks that do none
+//! of this keep the few connections that they have.
+//!
+//! A goodbye says how many collectives its sender has begun. A rank in a later one, or that calls one, fails at once,
+//! as do all others by the same goodbye: it need not tell them, nor connect to them for it.
 //!
 //! Shrink messages are never relayed: sender and receiver are connected, and the sender's goodbye follows on the same
 //! connection. A rank's shrink messages and its end therefore arrive in order.
@@ -46,7 +49,7 @@ use super::connection::{Connection, Event, Frame, Writer, read, write};
 use super::heartbeat::{FailureDetector, HeartbeatTimeout, ticks, ticks_in, within};
 use super::hub::{Hub, Star};
 use super::message::{ControlRequest, Message, RankEvent, apply_message};
-use super::shrink::{PeerEvent, Predecessor};
+use super::shrink::PeerEvent;
 use super::status::GroupStatus;
 use crate::auth::{AcceptQueue, Identity, Listener};
 use crate::types::Site;
@@ -62,8 +65,6 @@ pub(crate) struct ControlSetup {
     pub connections: Vec<Option<TcpStream>>,
     /// Whether the group begins as a star.
     pub star: bool,
-    /// The group that this one succeeds, if it comes from a shrink.
-    pub predecessor: Option<Predecessor>,
     /// How long one turn of this host's processors may take: see [`turn`](super::heartbeat::turn).
     pub turn: Duration,
     pub status: Arc<GroupStatus>,
@@ -101,8 +102,7 @@ pub(crate) async fn run(
         opened: 0,
         peer_events,
         greeted: vec![false; n],
-        predecessor: setup.predecessor,
-        undecided: Vec::new(),
+        elsewhere: vec![false; n],
         star: setup.star.then(|| Star::new(n)),
     };
     for (peer, stream) in setup.connections.into_iter().enumerate() {
@@ -117,8 +117,8 @@ pub(crate) async fn run(
         while leaving.is_none() || control.must_linger() {
             tokio::select! {
                 message = outgoing.recv(), if leaving.is_none() => match message {
-                    Some(ControlRequest::Goodbye { panicked }) => {
-                        let goodbye = Message::Goodbye { panicked };
+                    Some(ControlRequest::Goodbye(goodbye)) => {
+                        let goodbye = Message::Goodbye(goodbye);
                         control.leave(&goodbye);
                         let limit = if control.is_hub() { GOODBYE_TIMEOUT } else { LINGER };
                         leaving = Some((goodbye, ticks_in(limit.saturating_add(control.detector.turns()))));
@@ -203,11 +203,8 @@ struct Control {
     peer_events: UnboundedSender<RankEvent>,
     /// By rank: whether a message has arrived on a connection to this rank.
     greeted: Vec<bool>,
-    /// As in [`ControlSetup`].
-    predecessor: Option<Predecessor>,
-    /// In a mesh: the ranks whose connections closed before a message arrived on them, while it is not known whether
-    /// they have ended.
-    undecided: Vec<usize>,
+    /// By rank: whether it has said that it may go on in another group, and nothing since.
+    elsewhere: Vec<bool>,
     star: Option<Star>,
 }
 
@@ -280,7 +277,7 @@ impl Control {
                 self.star.iter_mut().for_each(|star| star.replay.push(message.clone()));
             }
             // `run` handles it.
-            ControlRequest::Goodbye { .. } => {}
+            ControlRequest::Goodbye(_) => {}
         }
     }
 
@@ -317,21 +314,14 @@ impl Control {
         match event {
             Event::Received(number, frame) if is(number) => self.handle_frame(peer, frame),
             Event::Closed(number, reason) if is(number) => {
-                let ended = self.greeted[peer] || self.none_is_elsewhere();
-                if ended || self.star.is_some() || self.predecessor.is_none() {
-                    return self.disconnected(peer, reason, ended);
-                }
-                self.connections[peer] = Connection::Closed;
-                self.status.mark_lost(peer, reason);
-                self.undecided.push(peer);
-                self.decide();
+                self.disconnected(peer, reason, !self.elsewhere[peer]);
             }
             Event::Dialled(stream) => self.attach(peer, stream),
             Event::Unreachable { reason, ended } if matches!(self.connections[peer], Connection::Pending(_)) => {
                 let star = self.star.as_ref();
                 if ended && star.is_some_and(|star| star.hub == Hub::Left) {
-                    // It left or died after rank 0, which could not report it.
-                    self.status.mark_left(peer);
+                    // It left or died after rank 0, which could not report it. What it has begun is not known.
+                    self.status.mark_left(peer, u64::MAX);
                 }
                 let uncertain = star.is_some_and(|star| star.uncertain);
                 self.disconnected(peer, reason, ended && self.all_begun() && !uncertain);
@@ -348,32 +338,6 @@ impl Control {
         // The receiver is gone if this rank is about to leave. The same holds wherever `peer_events` is sent.
         let _ = self.peer_events.send((peer, if ended { PeerEvent::Closed } else { PeerEvent::Silent }));
         self.report_loss(peer, reason, ended, fresh);
-        self.decide();
-    }
-
-    /// Whether a rank whose connection closed cannot have gone on in another group, even if no message of it has
-    /// arrived: all ranks have begun this one, or those that may not have are too few to go on.
-    fn none_is_elsewhere(&self) -> bool {
-        let silent = (0..self.greeted.len()).filter(|rank| *rank != self.rank() && !self.greeted[*rank]);
-        self.all_begun() || self.predecessor.is_some_and(|group| !group.lets_go_on(silent))
-    }
-
-    /// Reports the undecided ranks: as ended once the ranks that may be elsewhere are too few, and as silent once no
-    /// other rank can send its first message any more.
-    fn decide(&mut self) {
-        if self.undecided.is_empty() {
-            return;
-        }
-        let ended = self.none_is_elsewhere();
-        let may_greet = |rank: usize| {
-            let is_open = matches!(self.connections[rank], Connection::Open(_));
-            is_open && !self.greeted[rank] && self.detector.is_monitored(rank)
-        };
-        if ended || !(0..self.greeted.len()).any(may_greet) {
-            for peer in std::mem::take(&mut self.undecided) {
-                let _ = self.peer_events.send((peer, if ended { PeerEvent::Closed } else { PeerEvent::Silent }));
-            }
-        }
     }
 
     /// Handles a message that `peer` sent on its own connection to this rank.
@@ -390,8 +354,8 @@ impl Control {
             Message::Called(site) if self.is_hub() => self.record_answer(peer, *site),
             // Rank 0 reports it to all ranks.
             Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.failure_known = true),
-            Message::Goodbye { panicked } => {
-                let panicked = *panicked;
+            Message::Goodbye(goodbye) => {
+                let panicked = goodbye.panicked;
                 self.connections[peer] = Connection::Closed;
                 let _ = self.peer_events.send((peer, PeerEvent::Left));
                 if self.is_hub() && !self.star.as_ref().is_some_and(|star| star.shrinking[peer]) {
@@ -445,6 +409,5 @@ impl Control {
             let _ = self.peer_events.send((peer, PeerEvent::Silent));
             self.report_loss(peer, reason.into(), false, true);
         }
-        self.decide();
     }
 }

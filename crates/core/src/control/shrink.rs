@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::hang::is_majority;
 use super::invitation::Endpoint;
 
 /// The membership of the new group, as one rank sees it. Ranks are numbered as in the old group.
@@ -15,34 +14,6 @@ pub(crate) struct Membership {
     pub ended: BTreeSet<usize>,
     /// Distinguishes attempts to connect the same members: a rank that gives one up proposes the next.
     pub attempt: u32,
-}
-
-impl Membership {
-    /// Returns what the members' new group has to know of the old one, of `world_size` ranks.
-    pub fn predecessor(&self, world_size: usize) -> Predecessor {
-        Predecessor { world_size, first: self.members.contains(&0) }
-    }
-}
-
-/// The group that this one succeeds.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Predecessor {
-    pub world_size: usize,
-    /// Whether its rank 0 is in this group, and so is its rank 0.
-    pub first: bool,
-}
-
-impl Predecessor {
-    /// Whether some of these ranks of this group could have agreed to go on in another one, though a rank lives that
-    /// took part in this one: they would need the majority of the former group.
-    pub fn lets_go_on(self, ranks: impl Iterator<Item = usize>) -> bool {
-        let (mut count, mut has_zero) = (0, false);
-        for rank in ranks {
-            count += 1;
-            has_zero |= rank == 0;
-        }
-        is_majority(count, self.first && has_zero, self.world_size)
-    }
 }
 
 /// A shrink message.
@@ -62,8 +33,8 @@ pub(crate) enum PeerEvent {
     Message(ShrinkMessage),
     /// It sent a goodbye.
     Left,
-    /// Its connection ended.
+    /// Its connection ended, and it had not said that it may go on elsewhere.
     Closed,
-    /// It was silent for longer than the heartbeat timeout.
+    /// It was silent for longer than the heartbeat timeout, or may go on elsewhere.
     Silent,
 }

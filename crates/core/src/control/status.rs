@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::invitation::{Endpoint, Invitation, Invitations};
+use super::peer::{Peer, Presence};
 use crate::auth::LostPackets;
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Call, Error, Fault, Locate, Site, Whereabouts};
@@ -38,48 +39,8 @@ struct StatusData {
     recent: [Option<Site>; 2],
     /// Invitations to subgroups from peers.
     invitations: Invitations,
-    /// The first peer that left in order.
-    first_left: Option<usize>,
     /// Set while the control thread has no descriptor for the next connection.
     shortage: Option<Error>,
-}
-
-#[derive(Default)]
-struct Peer {
-    /// Data connections that the peer has opened and no thread has taken yet. `None` for those that are still missing.
-    data_streams: Vec<Option<TcpStream>>,
-    /// On data connections that the peer has opened.
-    lost_packets: LostPackets,
-    presence: Presence,
-    /// The last call that the peer reported.
-    last_call: Option<Site>,
-    /// Whether the peer asked about an operation that this rank has not begun.
-    awaits_call: bool,
-    /// Where the peer was when it was asked last.
-    whereabouts: Option<Whereabouts>,
-    /// Whether the peer has called `shrink`: it takes part in no operation any more.
-    shrinking: bool,
-}
-
-#[derive(Default, Clone)]
-enum Presence {
-    #[default]
-    Present,
-    Left,
-    Lost(String),
-}
-
-impl Peer {
-    /// A call may arrive on two ways, so an earlier one may come later.
-    fn set_last_call(&mut self, site: Site) {
-        if self.last_call.is_none_or(|last| last.sequence <= site.sequence) {
-            self.last_call = Some(site);
-        }
-    }
-
-    fn has_data_streams(&self) -> bool {
-        !self.data_streams.is_empty() && self.data_streams.iter().all(Option::is_some)
-    }
 }
 
 impl GroupStatus {
@@ -89,7 +50,6 @@ impl GroupStatus {
             peers: (0..world_size).map(|_| Peer::default()).collect(),
             recent: [None; 2],
             invitations: Invitations::new(world_size),
-            first_left: None,
             shortage: None,
         };
         Ok(GroupStatus {
@@ -128,8 +88,8 @@ impl GroupStatus {
         if let Some((fault, _)) = &state.failure {
             return Err(fault.clone());
         }
-        // An operation completes on no rank before all have begun it, so a peer that has left will miss this one.
-        if let Some(fault) = (0..state.peers.len()).find_map(|peer| state.absence(peer)) {
+        // An operation completes on no rank before all have begun it, so a peer that is gone will miss this one.
+        if let Some(fault) = (0..state.peers.len()).find_map(|peer| state.absence_in(peer, site)) {
             return Err(fault);
         }
         state.recent = [Some(*site), state.recent[0]];
@@ -161,15 +121,17 @@ impl GroupStatus {
 
     /// Records the first failure.
     pub fn fail(&self, fault: Fault, completed: u64) {
-        let mut state = self.state();
+        self.set_failure(&mut self.state(), fault, completed);
+        self.ring();
+    }
+
+    fn set_failure(&self, state: &mut StatusData, fault: Fault, completed: u64) {
         if state.failure.is_none() {
             state.failure = Some((fault, completed));
             self.failed.store(true, Ordering::Release);
             // One byte that is never read keeps the other end readable. The write cannot fail on a fresh socket pair.
             let _ = (&self.wake.0).write(&[1]);
         }
-        drop(state);
-        self.ring();
     }
 
     /// Returns the first failure, and the number of collectives that the reporting rank had completed.
@@ -192,18 +154,32 @@ impl GroupStatus {
         self.wake.1.as_fd()
     }
 
-    /// Records that `peer` left in order.
-    pub fn mark_left(&self, peer: usize) {
+    /// How many collectives this rank has begun.
+    pub fn begun(&self) -> u64 {
+        self.state().begun()
+    }
+
+    /// Records that `peer` left in order after it had begun so many collectives. If this rank is in a later one, that
+    /// is a failure of the group, which is known no later than that the peer has left: no rank will complete it.
+    pub fn mark_left(&self, peer: usize, begun: u64) {
         let mut state = self.state();
-        state.peers[peer].presence = Presence::Left;
-        state.first_left.get_or_insert(peer);
+        state.peers[peer].presence = Presence::Left(begun);
+        // A collective that this rank has completed was begun by all.
+        if state.begun() > begun {
+            self.set_failure(&mut state, Fault::Left { peer }, begun);
+        }
         drop(state);
         self.ring();
     }
 
     /// Whether `peer` has left in order.
     pub fn has_left(&self, peer: usize) -> bool {
-        matches!(self.state().peers[peer].presence, Presence::Left)
+        self.state().peers[peer].left().is_some()
+    }
+
+    /// Whether `peer` has left in order before it began this collective.
+    pub fn has_missed(&self, peer: usize, tag: &Site) -> bool {
+        self.state().peers[peer].has_missed(tag)
     }
 
     /// Records that `peer` has called `shrink`. What it sent before may have been on a connection that broke.
@@ -285,9 +261,14 @@ impl GroupStatus {
         self.bell.ring();
     }
 
-    /// Records that packets of this size from this rank's address were lost on a data connection that `peer` opened.
-    pub fn add_lost_packets(&self, peer: usize, largest: u16, own: Option<IpAddr>) {
-        self.state().peers[peer].lost_packets.add(largest, own);
+    /// A data connection that `peer` has opened begins to wait for the largest packets: see [`LostPackets::begin`].
+    pub fn begin_packets(&self, peer: usize, largest: u16, own: Option<IpAddr>) {
+        self.state().peers[peer].lost_packets.begin(largest, own);
+    }
+
+    /// That connection ends. `lost`: this rank's packets on it were not acknowledged.
+    pub fn end_packets(&self, peer: usize, lost: bool) {
+        self.state().peers[peer].lost_packets.end(lost);
         self.bell.ring();
     }
 
@@ -413,23 +394,23 @@ impl StatusData {
         absence.map_or_else(|| self.invitations.take(rank, own), Err)
     }
 
-    /// As [`absence`](Self::absence). Of ranks that left before a collective, the first is the cause: the others may
-    /// have called it, failed because of that rank, and left then.
+    fn begun(&self) -> u64 {
+        self.recent[0].map_or(0, |site| site.sequence + 1)
+    }
+
+    /// As [`absence`](Self::absence). Of ranks that left, the cause is the first that has not begun this collective:
+    /// others may have called it, failed because of that rank, and left then.
     fn absence_in(&self, peer: usize, tag: &Site) -> Option<Fault> {
-        match (self.absence(peer)?, self.first_left) {
-            (Fault::Left { .. }, Some(first)) if tag.call.operation.is_collective() => {
-                Some(Fault::Left { peer: first })
-            }
-            (absence, _) => Some(absence),
+        let absence = self.absence(peer)?;
+        if !matches!(absence, Fault::Left { .. }) {
+            return Some(absence);
         }
+        let missed = (0..self.peers.len()).filter(|peer| self.peers[*peer].has_missed(tag));
+        Some(missed.min_by_key(|peer| self.peers[*peer].left()).map_or(absence, |peer| Fault::Left { peer }))
     }
 
     fn absence(&self, peer: usize) -> Option<Fault> {
-        match &self.peers[peer].presence {
-            Presence::Present => None,
-            Presence::Left => Some(Fault::Left { peer }),
-            Presence::Lost(reason) => Some(Fault::Lost { peer, reason: reason.clone() }),
-        }
+        self.peers[peer].absence(peer)
     }
 }
 

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use super::connection::Frame;
 use super::invitation::{Endpoint, Invitation};
-use super::message::Message;
+use super::message::{Goodbye, Message};
 use super::shrink::{Membership, ShrinkMessage};
 use crate::types::{Call, DType, Error, Operation, ProgramCall, ReduceOp, Site, Whereabouts};
 
@@ -50,7 +50,8 @@ fn fuzz_messages() {
     messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], endpoint }));
     messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site), Message::Locate]);
     messages.push(Message::Located(whereabouts));
-    messages.extend([false, true].map(|panicked| Message::Goodbye { panicked }));
+    messages.extend([false, true].map(|panicked| Message::Goodbye(Goodbye { panicked, begun: 300 })));
+    messages.push(Message::Elsewhere);
     let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();
     let message = || Message::Calling(site);
     frames.extend([None, Some(300)].map(|to| Frame::Relay { to, message: message() }));

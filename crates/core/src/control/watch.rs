@@ -13,8 +13,8 @@ use crate::types::{Call, Error, Fault, Places, RankList, Site, asked};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long an operation in which rank 0 has left may stall before the others connect to each other. Most likely it is
-/// the last one, and complete in less time even where many ranks share few processors.
+/// How long an operation that rank 0 has begun, and then left, may stall before the others connect to each other. Most
+/// likely it is the last one, and complete in less time even where many ranks share few processors.
 const MOMENT: Duration = Duration::from_secs(2);
 /// How long peers may take to say where they are.
 const ANSWER: Duration = Duration::from_secs(1);
@@ -248,9 +248,9 @@ impl<'a> Watch<'a> {
         Fault::Failed(Error::Stalled { site, rank, peer, reason, elapsed })
     }
 
-    /// As [`stalled`](Self::stalled), if this rank's largest packets to `peer` at this address are lost.
+    /// As [`stalled`](Self::stalled), if the largest packets between this rank and `peer` at this address are lost.
     pub fn packets_lost(&self, peer: usize, address: &SocketAddr, lost: LostPackets) -> Fault {
-        self.stalled(peer, format!("from rank {} to {address} {lost}", self.rank))
+        self.stalled(peer, format!("between rank {} and {address} {lost}", self.rank))
     }
 
     /// How long nothing must have arrived by the deadline for the network to be in doubt, and not only its speed.
@@ -259,9 +259,9 @@ impl<'a> Watch<'a> {
     }
 
     /// Once rank 0 has left in order, the others hear of each other only if they connect to each other. Has the control
-    /// thread do so, because this rank waits for them.
+    /// thread do so, because this rank waits for them, unless it need not wait: the operation has failed.
     pub fn meet(&self) {
-        if self.status.has_left(0) {
+        if self.status.has_left(0) && self.status.failure_in(self.tag).is_none() {
             let _ = self.control.send(ControlRequest::Meet);
         }
     }

@@ -201,7 +201,6 @@ async fn coordinate(
         accept_queue: accept_queue.clone(),
         connections,
         star,
-        predecessor: None,
         turn: Duration::ZERO,
         status,
     };
@@ -378,7 +377,6 @@ pub(super) async fn connect(
         accept_queue: accept_queue.clone(),
         connections,
         star,
-        predecessor: None,
         turn: Duration::ZERO,
         status,
     })

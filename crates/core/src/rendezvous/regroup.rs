@@ -8,18 +8,22 @@
 //!
 //! # Which ranks have certainly ended
 //! A rank has certainly ended if it sent a goodbye and had not announced before that it goes on in another group. It
-//! also has if its connection closed after a first message in this group and before the rank was ever silent for too
-//! long, and the port at which it listened is closed or another process has it (`control/attempt`). All others are only
-//! silent.
+//! also has if its connection closed before the rank was ever silent for too long and without word that it may be
+//! elsewhere, and the port at which it listened is closed or another process has it (`control/attempt`). All others are
+//! only silent.
 //!
-//! A rank may be killed after a group was agreed on and before its first message there. To the others it could as well
-//! have narrowed its membership meanwhile and go on elsewhere. It could not if all the ranks from which no first
-//! message has come are too few to go on without those that sent one: then it needs none itself. In a star rank 0
-//! decides at once, by the first messages that have come so far.
+//! A rank may be killed after a group was agreed on and before its first message there. Or it has narrowed its
+//! membership meanwhile, goes on in another group, and has perhaps ended there. So a rank whose end of another group is
+//! ready says on all connections that it made for groups before that it may be elsewhere (`Message::Elsewhere`), and
+//! only then tells the members of that group. Its first message in one of the earlier groups takes that back. A rank
+//! holds these connections, and its ports, in all groups that follow, so peers see the end of none that lives.
 //!
 //! # Limits
 //! * A firewall that refuses connections on behalf of a live machine, or answers them, deceives this test. Two sides
 //!   may then go on.
+//! * If the network between a rank and all ranks that go on elsewhere fails just then, and is repaired within the
+//!   heartbeat timeout (or the rank's machine slept meanwhile), and all the others have ended by then, the rank has
+//!   missed their word. It takes them for killed, and goes on after them; never beside them.
 //! * If links break so that not every rank reaches every other one, more ranks than necessary may be left out: the
 //!   first proposal that arrives wins.
 
@@ -43,7 +47,7 @@ use super::{Connected, Settings, TransportKind, start_group, turn_on_host};
 use crate::auth::{AcceptQueue, Identity, Listener};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, ShrinkMessage};
+use crate::control::{self, ControlSetup, HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, Message, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::transport::tcp::Tcp;
 use crate::transport::{GroupEndpoint, Regroup, hosts_of};
@@ -62,9 +66,9 @@ pub(super) struct ProcessGroup {
     pub tcp: Arc<Tcp>,
     /// Sockets whose closing would look to peers as if this rank had ended: the port at which it listened in the parent
     /// group, and its connections of groups that were, as far as it knows, not agreed on. If the network was
-    /// partitioned meanwhile, other ranks may have agreed on one of those groups.
-    #[expect(dead_code, reason = "held until this group ends, and not used")]
-    pub held: Vec<HeldOpen>,
+    /// partitioned meanwhile, other ranks may have agreed on one of those groups. What the parent group held is here,
+    /// too.
+    pub held: Vec<Arc<HeldOpen>>,
     /// The shrink that a call has begun and none has completed.
     pub unfinished: Mutex<Option<Shrink>>,
 }
@@ -179,7 +183,7 @@ impl Regroup for ProcessGroup {
 /// A resource that is held and not used.
 pub(super) enum HeldOpen {
     Port(#[expect(dead_code, reason = "held only")] Vec<OwnedFd>),
-    Connected(#[expect(dead_code, reason = "held only")] Box<Connected>),
+    Connected(#[expect(dead_code, reason = "held only")] Box<ControlSetup>),
 }
 
 /// Why this rank does not continue.
@@ -301,6 +305,11 @@ impl ProcessGroup {
                             forming = None;
                             match formed {
                                 Ok(formed) => {
+                                    // Before any member can agree on this one.
+                                    for (_, former) in &mut state.groups {
+                                        let connections = &mut former.joined.setup.connections;
+                                        control::send_first(connections, Message::Elsewhere).await;
+                                    }
                                     state.groups.push((state.agreement.membership().clone(), formed));
                                     state.agreement.formed();
                                     self.tcp.send_to_all(ShrinkMessage::Formed(state.agreement.membership().clone()));
@@ -380,13 +389,14 @@ impl ProcessGroup {
         let Shrink { runtime, state } = shrink;
         let (mut agreed, abandoned): (Vec<_>, Vec<_>) =
             state.groups.into_iter().partition(|(formed, _)| formed == membership);
-        let Some((_, mut agreed)) = agreed.pop() else {
+        let Some((_, agreed)) = agreed.pop() else {
             return Err(Error::broken("shrink", "this rank is not connected to the group that was agreed on"));
         };
-        agreed.joined.setup.predecessor = Some(membership.predecessor(self.settings.world_size));
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
-        let abandoned = abandoned.into_iter().map(|(_, connected)| HeldOpen::Connected(Box::new(connected)));
-        start_group(runtime, agreed, self.heartbeat_timeout(), abandoned.chain([HeldOpen::Port(port)]).collect())
+        let abandoned =
+            abandoned.into_iter().map(|(_, connected)| HeldOpen::Connected(Box::new(connected.joined.setup)));
+        let new = abandoned.chain([HeldOpen::Port(port)]).map(Arc::new);
+        start_group(runtime, agreed, self.heartbeat_timeout(), new.chain(self.held.iter().cloned()).collect())
     }
 }
 

@@ -86,8 +86,6 @@ pub(crate) struct Mpi {
     heads: Mutex<HeadBuffers>,
     /// In blocking groups only.
     watchdog: Option<Arc<Watchdog>>,
-    /// The last collective that this rank began.
-    last: Mutex<Option<Site>>,
     /// Ranks have to share processors.
     oversubscribed: bool,
     left: AtomicBool,
@@ -157,10 +155,7 @@ impl Mpi {
         let mut watch = self.watch(&tag, deadline);
         let mut first_check = true;
         let mut idle = |_: &CallAgreement| {
-            // A rank that is gone may have begun this operation before.
-            let calls = self.status.calls(self.comm.rank, tag.sequence, tag.call);
-            let mut silent = (0..self.comm.size).filter(|peer| calls[*peer].is_none());
-            silent.find_map(|peer| self.status.absence_in(peer, &tag)).map_or(Ok(()), Err)?;
+            self.status.failure_in(&tag).map_or(Ok(()), Err)?;
             if !std::mem::take(&mut first_check) {
                 watch.tick(self.comm.rank)?;
             }
@@ -271,9 +266,7 @@ impl Transport for Mpi {
         if self.watchdog.is_some() {
             return self.status.failure().map_or(Ok(()), |(fault, _)| Err(fault));
         }
-        self.announce(site)?;
-        *lock(&self.last) = Some(*site);
-        Ok(())
+        self.announce(site)
     }
 
     fn known_failure(&self) -> Option<Fault> {

@@ -30,7 +30,8 @@ use super::{Neighbours, Transport};
 use crate::auth::Identity;
 use crate::control::invitation::{Endpoint, Invitation};
 use crate::control::{
-    self, ControlRequest, ControlSetup, GroupStatus, HeartbeatTimeout, RankEvent, ShrinkMessage, Watch,
+    self, ControlRequest, ControlSetup, Goodbye, GroupStatus, HeartbeatTimeout, Message, RankEvent, ShrinkMessage,
+    Watch,
 };
 use crate::sync::{AtomicBool, Deadline, Mutex, Ordering, OwnRuntime, STALL_TIMEOUT, lock};
 use crate::types::{Error, Fault, Locate, Site, Whereabouts};
@@ -76,7 +77,7 @@ impl Tcp {
             .name(format!("bonfire-control-{}", identity.rank))
             .spawn(move || {
                 runtime.run_here(async {
-                    control::greet(&mut setup.connections).await;
+                    control::send_first(&mut setup.connections, Message::Heartbeat).await;
                     // The receiver waits for it.
                     let _ = greeted.send(());
                     control::run(setup, heartbeat_timeout, outgoing, told).await;
@@ -183,11 +184,13 @@ impl Tcp {
                 return Err(fault);
             }
             if !self.status.has_data_streams(peer) {
-                let lost = self.status.lost_packets(peer);
+                let (address, lost) = (&self.addresses[peer], self.status.lost_packets(peer));
                 if lost.is_certain() {
-                    return Err(watch.packets_lost(peer, &self.addresses[peer], lost));
+                    return Err(watch.packets_lost(peer, address, lost));
                 }
-                watch.tick_connected(peer).map_err(|fault| stalled::not_connected(fault, peer, watch))?;
+                if let Err(fault) = watch.tick_connected(peer) {
+                    return Err(stalled::not_connected(fault, (peer, address), lost, watch));
+                }
             }
         }
     }
@@ -328,7 +331,8 @@ impl Transport for Tcp {
         if let Some((Fault::Failed(error), completed)) = self.status.failure() {
             let _ = self.control.send(ControlRequest::Failed(error, completed));
         }
-        let _ = self.control.send(ControlRequest::Goodbye { panicked: std::thread::panicking() });
+        let goodbye = Goodbye { panicked: std::thread::panicking(), begun: self.status.begun() };
+        let _ = self.control.send(ControlRequest::Goodbye(goodbye));
         // The control thread ends soon after its goodbye message, whatever the peers do.
         if thread.join().is_err() {
             log::error!("rank {}: the control thread panicked", self.identity.rank);

@@ -62,7 +62,9 @@ impl Rank {
             output: bytemuck::cast_slice_mut(output),
             parts: Parts::Even,
         };
-        self.shm.run(&Site { sequence, call }, &mut buffers, deadline)
+        let site = Site { sequence, call };
+        self.statuses[self.rank].begin(&site)?.for_each(drop);
+        self.shm.run(&site, &mut buffers, deadline)
     }
 
     /// Watches a buffer, divided into an operation's parts.

@@ -9,11 +9,21 @@ use crate::control::connection::{Connection, Event, Frame};
 use crate::control::hub::Hub;
 use crate::control::message::{Message, apply_message};
 use crate::control::shrink::PeerEvent;
+use crate::control::status::GroupStatus;
 use crate::types::{Error, Site};
 
 /// Heartbeats without a new connection after which a rank knocks at the higher ranks that have not dialled, to find out
 /// whether they are alive and to make them dial. The shortest [`HeartbeatTimeout`] leaves them one more heartbeat.
 const KNOCK: u64 = 2;
+
+/// Whether other ranks have to hear of this failure, if it is one. A goodbye of rank 0 reaches all ranks, and so does
+/// one that ends the operation on all.
+fn is_news(message: &Message, status: &GroupStatus) -> bool {
+    match message {
+        Message::Failed(Error::Left { rank, site }, _) => *rank != 0 && !status.has_missed(*rank, site),
+        message => matches!(message, Message::Failed(..)),
+    }
+}
 
 impl Control {
     /// Sends the goodbye to connected ranks, and to ranks that connect later. Rank 0 of a star first waits for the
@@ -81,8 +91,7 @@ impl Control {
     pub(super) fn fail(&mut self, message: Message) {
         let is_hub = self.is_hub();
         let Some(star) = &mut self.star else { return self.fan_out(&Frame::Own(message), None) };
-        // A rank that finds that rank 0 has left tells no news.
-        let is_news = !matches!(message, Message::Failed(Error::Left { rank: 0, .. }, _));
+        let is_news = is_news(&message, &self.status);
         let known = star.failure_known;
         // The failure of rank 0 reaches the other ranks in order with all other messages of rank 0.
         star.failure_known |= is_hub;
@@ -205,6 +214,10 @@ impl Control {
     }
 
     pub(super) fn handle_frame(&mut self, peer: usize, frame: Frame) {
+        if matches!(frame, Frame::Own(Message::Elsewhere)) {
+            self.elsewhere[peer] = true;
+            return;
+        }
         self.mark_greeted(peer);
         let (n, rank, is_hub) = (self.connections.len(), self.rank(), self.is_hub());
         let from_hub = self.star.is_some() && peer == 0;
@@ -253,12 +266,10 @@ impl Control {
         }
     }
 
-    /// Records that a message from `peer` arrived on its connection to this rank.
+    /// Records that a message of a rank that is in this group arrived on its connection to this rank.
     pub(super) fn mark_greeted(&mut self, peer: usize) {
         let first = !std::mem::replace(&mut self.greeted[peer], true);
-        if first {
-            self.decide();
-        }
+        self.elsewhere[peer] = false;
         if first && self.is_hub() && self.greeted.iter().skip(1).all(|greeted| *greeted) {
             self.star.iter_mut().for_each(|star| star.begun = true);
             self.fan_out(&Frame::Begun, None);
@@ -271,7 +282,7 @@ impl Control {
             Message::Failed(..) => self.star.iter_mut().for_each(|star| star.failure_known = true),
             // As from the rank itself: rank 0 relays only the goodbye of a rank that has not called `shrink`, so no
             // shrink message of it can arrive later.
-            Message::Goodbye { .. } => self.peer_gone(from, PeerEvent::Left),
+            Message::Goodbye(_) => self.peer_gone(from, PeerEvent::Left),
             _ => {}
         }
         match apply_message(&self.status, from, message) {
@@ -295,7 +306,8 @@ impl Control {
         star.hub = if panicked { Hub::Lost } else { Hub::Left };
         // All ranks see the panic of rank 0.
         star.failure_known |= panicked;
-        if panicked || star.has_failed() && !star.failure_known {
+        let has_news = star.replay.iter().any(|message| is_news(message, &self.status));
+        if panicked || has_news && !star.failure_known {
             self.form_mesh();
         }
     }

@@ -3,7 +3,8 @@
 use bonfire_testing::transport::Random;
 
 use super::*;
-use crate::types::{Call, DType, Error, Operation};
+use crate::control::message::Goodbye;
+use crate::types::{Call, DType, Error, Fault, Operation};
 
 /// What a rank does next, and in which operation.
 #[derive(Clone, Copy)]
@@ -37,8 +38,7 @@ fn control((rank, n): (usize, usize), connections: Vec<Connection>) -> Control {
         opened: 0,
         peer_events: unbounded_channel().0,
         greeted: vec![false; n],
-        predecessor: None,
-        undecided: Vec::new(),
+        elsewhere: vec![false; n],
         star: None,
     }
 }
@@ -122,39 +122,88 @@ fn site(sequence: u64, count: usize) -> Site {
     Site { sequence, call: Call::new(Operation::AllReduce, DType::F32, count) }
 }
 
-/// Rank 0 leaves in order, and all ranks hear of it.
-fn rank_0_leaves(network: &mut Network) {
-    let goodbye = Message::Goodbye { panicked: false };
-    network.ranks[0].leave(&goodbye);
+/// A rank leaves in order after it has begun so many collectives, and all ranks hear of it.
+fn leaves(network: &mut Network, rank: usize, begun: u64) {
+    let goodbye = Message::Goodbye(Goodbye { panicked: false, begun });
+    network.ranks[rank].leave(&goodbye);
     network.settle();
-    assert!(!network.ranks[0].must_linger(), "all have nothing more to relay");
-    network.ranks[0].fan_out(&Frame::Own(goodbye), None);
-    network.settle();
+    if rank == 0 {
+        assert!(!network.ranks[0].must_linger(), "all have nothing more to relay");
+        network.ranks[0].fan_out(&Frame::Own(goodbye), None);
+        network.settle();
+    }
 }
 
 #[test]
 fn ranks_that_rank_0_has_left_connect_to_each_other_only_if_one_waits() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let mut network = Network::star(200, 1);
-    rank_0_leaves(&mut network);
+    leaves(&mut network, 5, 0);
+    leaves(&mut network, 0, 1);
     let pending = |rank: &Control| {
         rank.connections.iter().filter(|connection| matches!(connection, Connection::Pending(_))).count()
     };
-    for rank in &mut network.ranks[1..] {
-        // They find that rank 0 has left, which is no news, and go on for longer than any timeout.
-        let error = Error::Left { site: site(0, 1), rank: 0 };
-        rank.handle_outgoing(ControlRequest::Failed(error, 0));
+    for rank in network.ranks.iter_mut().filter(|rank| ![0, 5].contains(&rank.rank())) {
+        // They find that ranks have left, which is no news, and go on for longer than any timeout.
+        for left in [0, 5] {
+            let error = Error::Left { site: site(0, 1), rank: left };
+            rank.handle_outgoing(ControlRequest::Failed(error, 0));
+        }
         (0..100).for_each(|_| rank.tick());
         assert!(rank.status.has_left(0) && pending(rank) == 0, "rank {}", rank.rank());
         assert!(!rank.must_linger());
     }
     let _within = runtime.enter();
     network.ranks[70].handle_outgoing(ControlRequest::Meet);
-    assert_eq!(pending(&network.ranks[70]), 198);
+    assert_eq!(pending(&network.ranks[70]), 197);
     // It knocks at the higher ranks. They dial no other.
     network.ranks[71].knocked(70);
     assert!(matches!(network.ranks[71].connections[70], Connection::Pending(_)));
     assert_eq!(pending(&network.ranks[71]), 1);
+}
+
+/// Whichever rank leaves, and whether a rank is in the operation that it misses or calls that later.
+#[test]
+fn a_collective_that_a_rank_which_left_has_not_begun_fails_at_once_and_one_that_it_has_goes_on() {
+    for left in [0, 3] {
+        let mut network = Network::star(6, 1);
+        let (completed, missed) = (site(0, 1), site(1, 1));
+        for rank in 0..6 {
+            network.begin(rank, completed);
+        }
+        for rank in [1, 2] {
+            network.begin(rank, missed);
+        }
+        let begun = network.ranks[left].status.begun();
+        assert_eq!(begun, 1);
+        leaves(&mut network, left, begun);
+        for rank in (0..6).filter(|rank| *rank != left) {
+            let status = &network.ranks[rank].status;
+            let named = |fault: Option<Fault>| matches!(fault, Some(Fault::Left { peer }) if peer == left);
+            if [1, 2].contains(&rank) {
+                // The thread in the operation, whichever rank it waits for, sees this and need ask no other.
+                assert!(named(status.failure_in(&missed)), "rank {rank}: {:?}", status.failure());
+            } else {
+                assert!(status.failure().is_none() && status.absence_in(4, &completed).is_none(), "rank {rank}");
+                assert!(named(status.begin(&missed).err()), "rank {rank}");
+            }
+        }
+    }
+}
+
+/// Ranks that failed because of another leave, too. They have begun what that one missed.
+#[test]
+fn of_ranks_that_left_one_that_has_not_begun_the_collective_is_the_cause() {
+    let status = GroupStatus::new(4).unwrap();
+    status.mark_left(0, 2);
+    status.mark_left(3, 1);
+    status.mark_left(2, u64::MAX);
+    for peer in [0, 2, 3] {
+        assert!(matches!(status.absence_in(peer, &site(1, 1)), Some(Fault::Left { peer: 3 })));
+    }
+    assert!(matches!(status.absence_in(0, &site(0, 1)), Some(Fault::Left { peer: 0 })));
+    let message = Site { sequence: 1, call: Call::new(Operation::Send, DType::U8, 1) };
+    assert!(matches!(status.absence_in(2, &message), Some(Fault::Left { peer: 2 })));
 }
 
 #[test]
@@ -241,57 +290,53 @@ fn ranks_that_wait_learn_which_ranks_have_begun_and_what_they_called() {
     }
 }
 
-/// What happens to a rank's connections in a group that survivors have agreed on.
+/// What happens to a rank's connection to rank 0 in a group that survivors have agreed on.
 #[derive(Clone, Copy)]
 enum Happens {
-    /// The first message of a rank arrives.
-    Greets(usize),
-    Closes(usize),
-    /// Nothing arrives from a rank for too long.
-    IsSilent(usize),
+    /// Its first message arrives.
+    Greets,
+    /// It says that it may go on in another group.
+    IsElsewhere,
+    Closes,
+    /// Nothing arrives from it for too long.
+    IsSilent,
 }
 
-/// Returns what the last of `n` ranks that have survived of `former` tells `shrink`, and after how many of the events.
-fn told(former: usize, n: usize, events: &[Happens]) -> Vec<(usize, usize, bool)> {
+/// Returns what rank 1 of two tells `shrink` of rank 0.
+fn told(events: &[Happens]) -> Vec<&'static str> {
     let (peer_events, mut told) = unbounded_channel();
-    let open = |peer| Connection::Open(Writer::new(unbounded_channel().0, peer));
-    let connections = (0..n - 1).map(open).chain([Connection::Absent]).collect();
-    let predecessor = Some(Predecessor { world_size: former, first: true });
-    let mut rank = Control { peer_events, predecessor, ..control((n - 1, n), connections) };
-    let mut all = Vec::new();
-    for (count, event) in events.iter().enumerate() {
-        match *event {
-            Happens::Greets(peer) => rank.handle_event(peer, Event::Received(peer, Frame::Own(Message::Heartbeat))),
-            Happens::Closes(peer) => {
-                rank.handle_event(peer, Event::Closed(peer, "it was closed".into()));
-                assert!(rank.status.failure().is_some(), "operations need not wait for it");
+    let connections = vec![Connection::Open(Writer::new(unbounded_channel().0, 0)), Connection::Absent];
+    let mut rank = Control { peer_events, ..control((1, 2), connections) };
+    for event in events {
+        match event {
+            Happens::Greets => rank.handle_event(0, Event::Received(0, Frame::Own(Message::Heartbeat))),
+            Happens::IsElsewhere => rank.handle_event(0, Event::Received(0, Frame::Own(Message::Elsewhere))),
+            Happens::Closes => rank.handle_event(0, Event::Closed(0, "it was closed".into())),
+            Happens::IsSilent => {
+                while !rank.detector.check(0, &rank.status, true) {}
+                rank.declare_lost(0);
             }
-            Happens::IsSilent(peer) => {
-                while !rank.detector.check(peer, &rank.status, true) {}
-                rank.declare_lost(peer);
-            }
-        }
-        while let Ok((peer, event)) = told.try_recv() {
-            all.push((count + 1, peer, matches!(event, PeerEvent::Closed)));
         }
     }
-    all
+    assert!(rank.status.failure().is_some(), "operations need not wait for it");
+    std::iter::from_fn(|| told.try_recv().ok())
+        .map(|(_, event)| match event {
+            PeerEvent::Closed => "closed",
+            PeerEvent::Silent => "silent",
+            event => panic!("{event:?}"),
+        })
+        .collect()
 }
 
 #[test]
-fn a_rank_that_dies_before_its_first_message_has_ended_if_too_few_may_be_elsewhere() {
-    use Happens::{Closes, Greets, IsSilent};
-    // Of four, ranks 0, 1 and 2 have survived. Rank 0 and 1 are half of them, and with rank 0 could go on alone.
-    assert_eq!(told(4, 3, &[Closes(0), Greets(1), Closes(1)]), [(2, 0, true), (3, 1, true)]);
-    assert_eq!(told(4, 3, &[Greets(1), Closes(0), Closes(1)]), [(2, 0, true), (3, 1, true)]);
-    assert_eq!(told(4, 3, &[Greets(1), Closes(1), Closes(0)]), [(2, 1, true), (3, 0, true)]);
-    assert_eq!(told(4, 3, &[Closes(0), Closes(1)]), [(2, 0, false), (2, 1, false)]);
-    assert_eq!(told(4, 3, &[Closes(0), IsSilent(1)]), [(2, 1, false), (2, 0, false)]);
-    // Rank 0 of two could, and neither of two among three. No two of five could.
-    assert_eq!(told(2, 2, &[Closes(0)]), [(1, 0, false)]);
-    assert_eq!(told(3, 2, &[Closes(0)]), [(1, 0, true)]);
-    assert_eq!(told(5, 3, &[Closes(0), Closes(1)]), [(1, 0, true), (2, 1, true)]);
-    // Three of five could.
-    assert_eq!(told(5, 4, &[Closes(2), Closes(1), Greets(0)]), [(3, 2, true), (3, 1, true)]);
-    assert_eq!(told(5, 4, &[Closes(2), Closes(1), Closes(0)]), [(3, 2, false), (3, 1, false), (3, 0, false)]);
+fn a_rank_that_dies_before_its_first_message_has_ended_unless_it_may_be_elsewhere() {
+    use Happens::{Closes, Greets, IsElsewhere, IsSilent};
+    assert_eq!(told(&[Closes]), ["closed"]);
+    assert_eq!(told(&[Greets, Closes]), ["closed"]);
+    assert_eq!(told(&[IsElsewhere, Closes]), ["silent"]);
+    assert_eq!(told(&[IsElsewhere, IsElsewhere, Closes]), ["silent"]);
+    // It learned that this group was agreed on, and followed.
+    assert_eq!(told(&[IsElsewhere, Greets, Closes]), ["closed"]);
+    assert_eq!(told(&[IsSilent, Closes]), ["silent", "closed"]);
+    assert_eq!(told(&[IsElsewhere, IsSilent, Closes]), ["silent", "silent"]);
 }

@@ -28,8 +28,9 @@
 //! rank that agrees on `S` announces nothing about narrower memberships afterwards, and the first member of `T` to
 //! agree on `S` has not announced before that its end of `T` is ready, since after that it could only follow a member
 //! of `T` that had agreed on `S` before it. But all members of `T` have announced that, because `T` is agreed on. So
-//! `T` is silent in the group of `S`, where its members never send a message, and to go on there `J` needs half of `S`
-//! or more. Then `T` has less than half of all ranks, or exactly half without the lowest.
+//! `T` counts as silent in the group of `S`: its members never join it, and have said before that they may be
+//! elsewhere. To go on there `J` needs half of `S` or more. Then `T` has less than half of all ranks, or exactly half
+//! without the lowest.
 //!
 //! If `S` and `T` have the same members and differ in what has ended or in the attempt, the same argument says that `J`
 //! is empty, because all its ranks would be members of `T`.

@@ -27,7 +27,7 @@ pub(super) struct ControlPlane {
     receiving: Option<(Request, usize, Vec<u8>)>,
     /// By rank, whether it has sent its goodbye message. Then nothing arrives from it any more.
     left: Vec<bool>,
-    /// The most collectives that any peer has begun, as reported by the peers.
+    /// The most collectives that any of these has begun.
     begun: u64,
 }
 
@@ -53,10 +53,8 @@ impl ControlPlane {
         while let Some((peer, bytes)) = self.receive(held)? {
             let message = frame::decode(bytes.get(4..).unwrap_or_default());
             let message = message.map_err(|e| Error::io(format!("reading a control message from rank {peer}"), e))?;
-            match &message {
-                Message::Goodbye { .. } => self.left[peer] = true,
-                Message::Called(site) => self.begun = self.begun.max(site.sequence + 1),
-                _ => {}
+            if let Message::Goodbye(goodbye) = &message {
+                (self.left[peer], self.begun) = (true, self.begun.max(goodbye.begun));
             }
             if let Some(answer) = apply_message(peer, message) {
                 self.send(peer, &answer, held)?;
@@ -116,7 +114,7 @@ fn message_of(outgoing: ControlRequest) -> Option<(Message, Option<usize>)> {
         ControlRequest::Failed(error, completed) => (Message::Failed(error.for_peers(), completed), None),
         ControlRequest::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
         ControlRequest::ShrinkMessage(word) => (Message::ShrinkMessage(word), None),
-        ControlRequest::Goodbye { panicked } => (Message::Goodbye { panicked }, None),
+        ControlRequest::Goodbye(goodbye) => (Message::Goodbye(goodbye), None),
         // MPI connects all ranks to each other.
         ControlRequest::Meet => return None,
     })

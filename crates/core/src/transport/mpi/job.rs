@@ -136,7 +136,6 @@ impl Mpi {
             memory: Mutex::default(),
             heads: Mutex::default(),
             watchdog,
-            last: Mutex::new(None),
             oversubscribed: oversubscribed(local_ranks),
             hosts,
             left: AtomicBool::new(false),

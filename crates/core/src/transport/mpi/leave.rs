@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::library::{self, Held, abort, try_hold};
 use super::{LINGER, Mpi, POLL_INTERVAL};
-use crate::control::ControlRequest;
+use crate::control::{ControlRequest, Goodbye};
 use crate::sync::lock;
 use crate::transport::Transport;
 use crate::types::{Error, Fault};
@@ -60,12 +60,8 @@ impl Mpi {
         if let Some((Fault::Failed(error), completed)) = self.status.failure() {
             let _ = self.control.send(ControlRequest::Failed(error, completed));
         }
-        // So that a rank that is still in this operation does not report this rank as missing.
-        if let Some(site) = *lock(&self.last) {
-            let others = (0..self.comm.size).filter(|peer| *peer != self.comm.rank);
-            others.for_each(|peer| drop(self.control.send(ControlRequest::Called(peer, site))));
-        }
-        let _ = self.control.send(ControlRequest::Goodbye { panicked: std::thread::panicking() });
+        let goodbye = Goodbye { panicked: std::thread::panicking(), begun: self.status.begun() };
+        let _ = self.control.send(ControlRequest::Goodbye(goodbye));
         let until = Instant::now() + LINGER;
         loop {
             // If the lock is not available, another thread of this rank is in a call that does not return.

@@ -117,13 +117,18 @@ fn handshake(
     if identity.secret.is_some() {
         ends.borrow_mut().until = Some(Instant::now() + PACKETS_TIMEOUT);
         let largest = largest_packet(stream, address.ip());
+        attempts.lost.begin(largest, stream.local_addr().ok().map(|own| own.ip()));
         let exchanged = exchange_packets_blocking(largest, write, read);
         ends.borrow_mut().until = None;
-        if exchanged.is_err() && unacknowledged(stream) > 0 {
-            attempts.lost.add(largest, stream.local_addr().ok().map(|own| own.ip()));
+        match exchanged {
+            Ok(()) => attempts.lost = LostPackets::default(),
+            // At the deadline it may still wait.
+            Err(DialError::Fault(fault)) => return Err(DialError::Fault(fault)),
+            Err(error) => {
+                attempts.lost.end(unacknowledged(stream) > 0);
+                return Err(error);
+            }
         }
-        exchanged?;
-        attempts.lost = LostPackets::default();
     }
     confirmed_blocking(read)
 }

@@ -46,13 +46,21 @@ pub(super) fn explained(
 }
 
 /// Returns the fault of an operation that has failed with `fault` while it waited until `peer` had connected to this
-/// rank for data.
-pub(super) fn not_connected(fault: Fault, peer: usize, watch: &Watch<'_>) -> Fault {
+/// rank for data. `lost`: what was lost on its connections.
+pub(super) fn not_connected(
+    fault: Fault,
+    (peer, address): (usize, &SocketAddr),
+    lost: LostPackets,
+    watch: &Watch<'_>,
+) -> Fault {
     match &fault {
+        Fault::Timeout { .. } if lost.is_likely(watch.all_called()) => watch.packets_lost(peer, address, lost),
         Fault::Timeout { .. } if watch.all_called() => {
-            let reason = "all ranks have called it, and that rank has not connected to this one for data; its own \
-                          error says why";
-            watch.stalled(peer, reason.to_owned())
+            let reason = format!(
+                "all ranks have called it, and rank {peer} has not connected from {address} for data; its own error \
+                 may say why"
+            );
+            watch.stalled(peer, reason)
         }
         _ => fault,
     }
@@ -70,7 +78,9 @@ impl Attempts {
     /// Returns the fault of an operation that has failed with `fault` while this rank connected to `peer`.
     pub fn explained(&self, fault: Fault, peer: usize, address: &SocketAddr, watch: &Watch<'_>) -> Fault {
         match (&fault, &self.error) {
-            (Fault::Timeout { .. }, _) if !self.lost.is_empty() => watch.packets_lost(peer, address, self.lost),
+            (Fault::Timeout { .. }, _) if self.lost.is_likely(watch.all_called()) => {
+                watch.packets_lost(peer, address, self.lost)
+            }
             (Fault::Timeout { .. }, Some(error)) if watch.all_called() => {
                 let reason = format!("all ranks have called it, and connecting to {address} for data fails: {error}");
                 watch.stalled(peer, reason)

@@ -16,7 +16,8 @@ use crate::types::{Error, Fault};
 impl Rank {
     /// Does what the control connections do when this rank has left.
     fn leave(&self) {
-        self.peers().for_each(|peer| self.statuses[peer].mark_left(self.rank));
+        let begun = self.statuses[self.rank].begun();
+        self.peers().for_each(|peer| self.statuses[peer].mark_left(self.rank, begun));
     }
 
     /// Does what the control connections do when this rank has failed.

@@ -295,22 +295,21 @@ impl World {
             }
         }
         assert!(going_on.len() <= 1, "{going_on:?}");
-        self.check_needed();
+        self.check_elsewhere();
     }
 
-    /// Checks what a living rank concludes in its group: if those that have not joined it are too few to go on, none of
-    /// them goes on without this rank.
-    fn check_needed(&self) {
+    /// Checks that a rank which goes on in another group than a member of its own may know has told it: its end of the
+    /// other one was ready later, and then it says so on all connections that it had by then.
+    fn check_elsewhere(&self) {
         let end = |rank: usize| self.nodes[rank].end.as_ref()?.as_ref();
-        for (rank, node) in self.nodes.iter().enumerate() {
-            let Some(own) = end(rank).filter(|_| !node.dead) else { continue };
-            let place = |rank: &usize| own.members.iter().position(|member| member == rank).unwrap();
-            let apart: Vec<_> = own.members.iter().filter(|member| end(**member) != Some(own)).collect();
-            if own.predecessor(self.n()).lets_go_on(apart.iter().map(|member| place(member))) {
-                continue;
-            }
-            for other in apart.into_iter().filter_map(|member| end(*member)) {
-                assert!(other.members.contains(&rank), "rank {rank} goes on in {own:?}, and others in {other:?}");
+        for own in (0..self.n()).filter_map(end) {
+            for (member, other) in own.members.iter().filter_map(|member| Some((*member, end(*member)?))) {
+                let ready = &self.nodes[member].agreement.as_ref().unwrap().ready;
+                let place = |membership| ready.iter().position(|ready| ready == membership);
+                assert!(
+                    other == own || place(own).is_some_and(|own| place(other).is_some_and(|other| other > own)),
+                    "rank {member} goes on in {other:?}, and others, without word of it, in {own:?}"
+                );
             }
         }
     }
