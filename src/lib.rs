@@ -126,6 +126,7 @@ mod pages {
         Shard: "../docs/guide/shard.md",
         TensorParallel: "../docs/guide/tensor-parallel.md",
         Tensors: "../docs/guide/tensors.md",
+        Tokens: "../docs/guide/tokens.md",
         Train: "../docs/guide/train.md",
         Transport: "../docs/guide/transport.md",
     }

@@ -7,6 +7,7 @@ mod models;
 mod norms;
 mod parts;
 mod several;
+mod tokens;
 mod unusable;
 
 use std::ops::Range;
