@@ -22,28 +22,29 @@ struct Read {
     contexts: Tensor<1>,
 }
 
+/// A batch of sequences, padded to the longest of them: `[samples, longest, columns]`.
+fn padded(samples: &[usize], columns: usize, padding: f64, token: impl Fn(usize, usize) -> f64) -> Tensor<3> {
+    let longest = samples.iter().map(|sample| length(*sample)).max().unwrap_or(0);
+    let mut values = Vec::new();
+    for sample in samples {
+        for place in 0..longest {
+            let of_column = |column| token(5 * sample + place, column);
+            values.extend((0..columns).map(|column| if place < length(*sample) { of_column(column) } else { padding }));
+        }
+    }
+    Tensor::from_data(TensorData::new(values, [samples.len(), longest, columns]), (&device(), DType::F64))
+}
+
 impl Net {
-    /// Reads sequences that are padded to the longest of them. Each token sees the mean of its sequence.
+    /// Reads a padded batch. Each token sees the mean of its sequence. What padding is does not matter.
     fn read(&self, samples: &[usize]) -> Read {
-        let longest = samples.iter().map(|sample| length(*sample)).max().unwrap_or(0);
-        // What padding is must not matter.
-        let padded = |columns: usize, seed: usize, padding: f64| {
-            let of_token = |sample: usize, token: usize, column: usize| match token < length(sample) {
-                true => wave(sample * 131 + token * 17 + column, seed),
-                false => padding,
-            };
-            let places = (0..longest).flat_map(|token| (0..columns).map(move |column| (token, column)));
-            let of_sample = |sample: &usize| places.clone().map(|(token, column)| of_token(*sample, token, column));
-            let values: Vec<f64> = samples.iter().flat_map(|sample| of_sample(sample).collect::<Vec<_>>()).collect();
-            three(values, [samples.len(), longest, columns])
-        };
-        let is_token = |sample: &usize| (0..longest).map(|token| f64::from(u8::from(token < length(*sample))));
-        let is_token: Vec<f64> = samples.iter().flat_map(|sample| is_token(sample).collect::<Vec<_>>()).collect();
-        let mask = three(is_token, [samples.len(), longest, 1]);
-        let hidden = self.first.forward(padded(INPUTS, 1, 3.0)).tanh() * mask.clone();
+        let inputs = padded(samples, INPUTS, 3.0, |token, column| wave(token * 13 + column, 1));
+        let targets = padded(samples, 1, -7.0, |token, _| wave(token, 2));
+        let mask = padded(samples, 1, 0.0, |_, _| 1.0);
+        let hidden = self.first.forward(inputs).tanh() * mask.clone();
         let context = hidden.clone().sum_dim(1) / mask.clone().sum_dim(1);
         let output = self.second.forward(hidden + context.clone());
-        let errors = ((output - padded(1, 2, -7.0)) * mask).powf_scalar(2.0).sum();
+        let errors = ((output - targets) * mask).powf_scalar(2.0).sum();
         Read { errors, contexts: context.powf_scalar(2.0).sum() }
     }
 
@@ -51,10 +52,6 @@ impl Net {
     fn mean_of_tokens(&self, samples: &[usize]) -> Tensor<1> {
         self.read(samples).errors / tokens(samples) as f64
     }
-}
-
-fn three(values: Vec<f64>, shape: [usize; 3]) -> Tensor<3> {
-    Tensor::from_data(TensorData::new(values, shape), (&device(), DType::F64))
 }
 
 /// One rank has each step's samples in one batch; several accumulate batches of two samples, with lengths of their own.
@@ -92,7 +89,8 @@ fn a_masked_mean_is_exchanged_after_the_backward_pass() {
         for step in 0..STEPS {
             let own = batch(&group, step);
             let grads = GradientsParams::from_grads(model.mean_of_tokens(&own).backward(), &model);
-            model = optimizer.step(0.01, model, ddp.sync(&model, grads, tokens(&own)).unwrap());
+            let grads = ddp.sync(&model, grads, tokens(&own)).unwrap();
+            model = optimizer.step(0.01, model, grads);
         }
         weights(&model)
     });
