@@ -42,7 +42,7 @@ pub(crate) use self::sums::Sums;
 pub use self::sync::Gradients;
 pub use self::unused::Unused;
 pub use self::weight::PassWeight;
-pub(crate) use self::weight::usable;
+pub(crate) use self::weight::{counted, usable};
 use crate::agree::all_gather_values;
 use crate::compression::{CompressedLane, Compression, Compressor};
 use crate::lane::{Tensor, Tensors, lane};

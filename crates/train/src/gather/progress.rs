@@ -9,7 +9,7 @@ use crate::bucket::block_of_name;
 use crate::lane::Tensor;
 use crate::parameters::{Digested, Parameter, compare};
 use crate::protocol::{self, Agreement, Header, PassKind, Problem, Reader, Refusal, Trailer, Trailers, Weight, Writer};
-use crate::step::{Decided, Outcome, Pass, Sums, set_progress, usable};
+use crate::step::{Decided, Outcome, Pass, Sums, counted, set_progress};
 use bonfire_core::internal::{AgreedOperations, CallSite, call_site, function, go_on, lock, stop_is_requested};
 use bonfire_core::{Error, Group};
 
@@ -329,10 +329,8 @@ impl Pass for GatherPass {
     fn set_weight(&self, weight: f64) -> Result<(), Error> {
         match &mut *lock(&self.pass) {
             Some(pass) => {
-                if usable(weight).is_none() {
-                    pass.problem.get_or_insert(Problem::Weight);
-                }
-                pass.agreement.weigh(Weight { weight: usable(weight).unwrap_or(0.0), problem: None })
+                let weight = counted(weight, &mut pass.problem);
+                pass.agreement.weigh(Weight { weight, problem: None })
             }
             None => Ok(()),
         }

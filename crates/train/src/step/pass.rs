@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::last::Last;
-use super::{Outcome, Steps, usable};
+use super::{Outcome, Steps, counted};
 use crate::lane::Tensor;
 use crate::protocol::{Header, OPERATION, Problem, failed};
 use bonfire_core::internal::{CallSite, call_site, go_on, lock};
@@ -180,10 +180,7 @@ impl Pass for StepPass {
 
     fn set_weight(&self, weight: f64) -> Result<(), Error> {
         let mut cell = lock(&self.cell);
-        if usable(weight).is_none() {
-            cell.problem.get_or_insert(Problem::Weight);
-        }
-        let weight = usable(weight).unwrap_or(0.0);
+        let weight = counted(weight, &mut cell.problem);
         cell.weight = Some(weight);
         match &mut cell.gradients {
             Gradients::Exchanged(last) => last.set_weight(&self.steps, weight),

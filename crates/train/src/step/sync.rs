@@ -1,6 +1,6 @@
 //! Steps whose gradients are all there at once.
 
-use super::{Decided, Exchange, Finite, Outcome, Steps, usable};
+use super::{Decided, Exchange, Finite, Outcome, Steps, counted};
 use crate::agree::broadcast_value;
 use crate::lane::Tensor;
 use crate::protocol::{Header, Problem, Reader, Refusal, Trailer, Weight, Writer, failed};
@@ -36,10 +36,7 @@ impl Steps {
         mut header: Header,
         Gradients { gradients, weight, mut problem }: Gradients,
     ) -> Result<Decided<Outcome>, Error> {
-        if usable(weight).is_none() {
-            problem.get_or_insert(Problem::Weight);
-        }
-        let weight = usable(weight).unwrap_or(0.0);
+        let weight = counted(weight, &mut problem);
         let (main, parameters) = (&self.groups().main, self.parameters());
         let mut sums = {
             let mut state = self.state();

@@ -1,5 +1,7 @@
 //! What a loss is a mean over.
 
+use crate::protocol::Problem;
+
 /// What the loss of a pass is a mean over, or a metric: a number of samples, of tokens or of pixels, or the sum of
 /// their weights, such as those of classes. It is finite and not negative; 0 counts nothing.
 pub trait PassWeight: Copy {
@@ -23,6 +25,15 @@ impl PassWeight for f64 {
     fn value(self) -> f64 {
         self
     }
+}
+
+/// Returns what the weight of a pass counts. One that cannot be used counts nothing, and is the problem of the pass if
+/// it has no other.
+pub(crate) fn counted(weight: f64, problem: &mut Option<Problem>) -> f64 {
+    usable(weight).unwrap_or_else(|| {
+        problem.get_or_insert(Problem::Weight);
+        0.0
+    })
 }
 
 /// Returns a weight that can be used; another one counts nothing, and is `None` here.
