@@ -11,10 +11,10 @@
 //! may be in one hardware queue. NCCL needs a raw stream anyway.
 //!
 //! # What has been tested
-//! The tests have run on one H100, never on several GPUs (`docs/benchmarks.md`). They also run on the software driver
-//! (`kernels/check --driver`): with one hardware queue per GPU, with a driver that waits for the whole context, on
-//! several GPUs, and groups on the stand-in for NCCL. That driver compiles kernels of cubecl and burn for the CPU, so
-//! `tests/cuda_compute.rs` and the trainings of `tests/cuda_training.rs` run there, too.
+//! The tests have run on one H100, never on several GPUs (`docs/measurements/gpu.md`). They also run on the software
+//! driver (`kernels/check --driver`): with one hardware queue per GPU, with a driver that waits for the whole context,
+//! on several GPUs, and groups on the stand-in for NCCL. That driver compiles kernels of cubecl and burn for the CPU,
+//! so `tests/cuda_compute.rs` and the trainings of `tests/cuda_training.rs` run there, too.
 
 mod backoff;
 #[doc(hidden)]

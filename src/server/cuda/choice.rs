@@ -41,7 +41,7 @@ struct Row(Link, usize, Option<[usize; 3]>);
 /// than within one. NCCL can let a switch add, and over PCIe it writes where our kernels read, which waits for a round
 /// trip. On one GPU it is no faster, and most versions refuse it. Windows cost one-shot a copy within the GPU's memory,
 /// and two-shot two, which count beside NVLink and not beside PCIe. The rows of one GPU were measured on an H100
-/// (docs/benchmarks.md). The others follow vLLM and NCCL, and are not yet measured here.
+/// (docs/measurements/gpu.md). The others follow vLLM and NCCL, and are not yet measured here.
 #[rustfmt::skip]
 static TABLE: [Row; 17] = [
     //  link          ranks                  push      one-shot  two-shot

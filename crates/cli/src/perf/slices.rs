@@ -1,7 +1,7 @@
 //! Measures a group's operations on slices.
 //!
 //! The group allocates the buffers unless `--register 0` is given, because a program that needs the speed does so too.
-//! `docs/benchmarks.md` has figures of both.
+//! `docs/measurements/shared-memory.md` has figures of both.
 
 use std::ops::DerefMut;
 

@@ -3,7 +3,7 @@
 //! # Why one connection is the default
 //! On loopback four connections are 10 to 25 % slower at 256 KiB to 16 MiB: each byte costs the same, and there are
 //! four times as many system calls. Where the network limits single flows, four are up to 3.8 times as fast at 1 MiB
-//! and less at 4 MiB (`docs/benchmarks.md`), since every chunk waits for its slowest stripe.
+//! and less at 4 MiB (`docs/measurements/tcp.md`), since every chunk waits for its slowest stripe.
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
