@@ -115,6 +115,9 @@ mod pages {
 
     pages! {
         Readme: "../README.md",
+        BatchNorm: "../docs/guide/batch-norm.md",
+        Checkpoints: "../docs/guide/checkpoints.md",
+        Compression: "../docs/guide/compression.md",
         Data: "../docs/guide/data.md",
         Devices: "../docs/guide/devices.md",
         Failures: "../docs/guide/failures.md",
@@ -122,8 +125,11 @@ mod pages {
         Groups: "../docs/guide/groups.md",
         Launch: "../docs/guide/launch.md",
         Learner: "../docs/guide/learner.md",
+        Passes: "../docs/guide/passes.md",
         Randomness: "../docs/guide/randomness.md",
+        SeveralModels: "../docs/guide/several-models.md",
         Shard: "../docs/guide/shard.md",
+        ShardedOptimizer: "../docs/guide/sharded-optimizer.md",
         TensorParallel: "../docs/guide/tensor-parallel.md",
         Tensors: "../docs/guide/tensors.md",
         Tokens: "../docs/guide/tokens.md",
