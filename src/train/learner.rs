@@ -20,7 +20,7 @@ use burn_train::metric::{Metric, Numeric};
 use burn_train::renderer::CliMetricsRenderer;
 use burn_train::{
     EventProcessorTraining, Learner, LearningComponentsTypes, LearningResult, SupervisedLearningStrategy,
-    SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingModel,
+    SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingModel,
     TrainingStrategy, ValidLoader,
 };
 
@@ -71,8 +71,9 @@ const OPERATION: &str = "data parallel strategy";
 /// and the last one also gets the remainder. In an iteration each rank trains with one batch, so batches of `b` samples
 /// on `n` ranks are those of `n * b` samples on one device. A [`ShardedDataLoader`](crate::ShardedDataLoader) is not
 /// split: each rank gets its part of each global batch, in the epoch that it trains. All else is as on one device: an
-/// iteration uses the mean over the samples of all its batches, gradients of accumulated iterations are added, and the
-/// learning rate schedule advances with each iteration. Gradients are exchanged during the backward pass, as by
+/// iteration uses the mean over the samples of all its batches, or over what the program
+/// [counts](Self::launch_weighted), gradients of accumulated iterations are added, and the learning rate schedule
+/// advances with each iteration. Gradients are exchanged during the backward pass, as by
 /// [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model, start
 /// with rank 0's parameters, and end with the same.
 ///
@@ -149,25 +150,61 @@ impl DataParallelStrategy {
         training: SupervisedTraining<LC>,
         learner: Learner<LC>,
     ) -> Result<LearningResult<LC::InferenceModel>, Error> {
+        self.launch_with(training, learner, None)
+    }
+
+    /// As [`launch`](Self::launch), where a batch weighs what `weight` says, and not its samples: what the loss of the
+    /// batch is a mean over, such as the number of its tokens. Averaged metrics have the same weights. All ranks launch
+    /// so, or none. `weight` is called on the thread that trains, and must not wait for the device: have the batcher
+    /// count. A batch of weight 0 counts nothing.
+    ///
+    /// # Errors
+    /// Those of [`launch`](Self::launch). [`Error::InvalidArgument`] on all ranks also if no rank's batch counts in a
+    /// step.
+    ///
+    /// # Panics
+    /// As [`launch`](Self::launch).
+    pub fn launch_weighted<LC: LearningComponentsTypes + Send + 'static>(
+        self,
+        training: SupervisedTraining<LC>,
+        learner: Learner<LC>,
+        weight: impl Fn(&InputOf<LC>) -> usize + Send + Sync + 'static,
+    ) -> Result<LearningResult<LC::InferenceModel>, Error> {
+        self.launch_with(training, learner, Some(Box::new(weight)))
+    }
+
+    fn launch_with<LC: LearningComponentsTypes + Send + 'static>(
+        self,
+        training: SupervisedTraining<LC>,
+        learner: Learner<LC>,
+        weight: Option<WeightFn<InputOf<LC>>>,
+    ) -> Result<LearningResult<LC::InferenceModel>, Error> {
         let training = match self.group.rank() {
             0 => training,
             // It shows only what happens, and nothing does: burn's other one takes the terminal at once.
             _ => training.renderer(CliMetricsRenderer::new()).with_application_logger(None),
         };
-        let strategy = Arc::new(Strategy { of: self, failure: Mutex::default() });
+        let strategy = Arc::new(Strategy { of: self, weight, failure: Mutex::default() });
         let custom = TrainingStrategy::Custom(strategy.clone());
         let result = training.with_training_strategy(custom).launch(learner);
         lock(&strategy.failure).take().map_or(Ok(result), Err)
     }
 }
 
+/// What the model trains on.
+type InputOf<LC> = <<LC as LearningComponentsTypes>::TrainingModel as TrainStep>::Input;
+
+/// What a batch weighs.
+type WeightFn<I> = Box<dyn Fn(&I) -> usize + Send + Sync>;
+
 /// What burn calls in one training.
-struct Strategy {
+struct Strategy<I> {
     of: DataParallelStrategy,
+    weight: Option<WeightFn<I>>,
     failure: Mutex<Option<Error>>,
 }
 
-impl<LC: LearningComponentsTypes> SupervisedLearningStrategy<LC> for Strategy {
+impl<LC: LearningComponentsTypes> SupervisedLearningStrategy<LC> for Strategy<InputOf<LC>> {
     fn train(
         &self,
         learner: Learner<LC>,
@@ -204,6 +241,7 @@ impl<LC: LearningComponentsTypes> SupervisedLearningStrategy<LC> for Strategy {
             learner,
             epochs: [first_epoch, components.num_epochs],
             accumulation: components.grad_accumulation,
+            weight: self.weight.as_ref(),
             interrupter: &components.interrupter,
         };
         if let Err(error) = rank.run(train, &mut leader, registered) {
@@ -214,9 +252,9 @@ impl<LC: LearningComponentsTypes> SupervisedLearningStrategy<LC> for Strategy {
 }
 
 /// The strategy with burn's own `train`, which loads the checkpoint, and sends events for the start and the end.
-struct AsLeader<'a>(&'a Strategy);
+struct AsLeader<'a, I>(&'a Strategy<I>);
 
-impl<LC: LearningComponentsTypes> SupervisedLearningStrategy<LC> for AsLeader<'_> {
+impl<LC: LearningComponentsTypes> SupervisedLearningStrategy<LC> for AsLeader<'_, InputOf<LC>> {
     fn fit(
         &self,
         components: TrainingComponents<LC>,

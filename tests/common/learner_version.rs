@@ -142,6 +142,11 @@ fn all_values<B: Backend>(net: &Net<B>) -> Vec<f32> {
     all.0
 }
 
+/// The inputs of a batch.
+pub fn inputs(batch: &Batch<B>) -> Vec<f32> {
+    batch.inputs.to_data().iter().collect()
+}
+
 /// The values of a new model after forward passes in training.
 pub fn values_after(log: &Log, batches: Vec<Vec<Sample>>) -> Vec<f32> {
     let net = Net::new(0, log);

@@ -15,7 +15,8 @@ use burn_train::renderer::CliMetricsRenderer;
 use burn_train::train::WorkerFailure;
 use burn_train::{
     Interrupter, Learner, LearnerModel, LearningResult, SupervisedLearningStrategy, SupervisedTraining,
-    SupervisedTrainingEventProcessor, TrainLoader, TrainingComponents, TrainingError, TrainingStrategy, ValidLoader,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingError, TrainingStrategy,
+    ValidLoader,
 };
 
 pub use self::averaged::Averaged;
@@ -66,10 +67,11 @@ const OPERATION: &str = "data parallel strategy";
 /// and the last one also gets the remainder. In an iteration each rank trains with one batch, so batches of `b` samples
 /// on `n` ranks are those of `n * b` samples on one device. A [`ShardedDataLoader`](crate::ShardedDataLoader) is not
 /// split: each rank gets its part of each global batch, in the epoch that it trains. All else is as on one device: an
-/// iteration uses the mean over the samples of all its batches, gradients of accumulated iterations are added, and the
-/// learning rate schedule advances with each step of the optimizer. Gradients are exchanged during the backward pass,
-/// as by [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model,
-/// start with rank 0's parameters, and end with the same.
+/// iteration uses the mean over the samples of all its batches, or over what the program
+/// [counts](Self::launch_weighted), gradients of accumulated iterations are added, and the learning rate schedule
+/// advances with each step of the optimizer. Gradients are exchanged during the backward pass, as by
+/// [`DataParallel::last_pass`](crate::DataParallel::last_pass). All ranks train on the device of their model, start
+/// with rank 0's parameters, and end with the same.
 ///
 /// Rank 0 validates, on all of the data, computes metrics, saves checkpoints and decides on early stopping. Its folder
 /// is the only one that is written to; the others may have the same, and its renderer the only one that shows anything.
@@ -150,25 +152,61 @@ impl DataParallelStrategy {
         training: SupervisedTraining<M>,
         learner: Learner<M>,
     ) -> Result<LearningResult<M>, Error> {
+        self.launch_with(training, learner, None)
+    }
+
+    /// As [`launch`](Self::launch), where a batch weighs what `weight` says, and not its samples: what the loss of the
+    /// batch is a mean over, such as the number of its tokens. Averaged metrics have the same weights. All ranks launch
+    /// so, or none. `weight` is called on the thread that trains, and must not wait for the device: have the batcher
+    /// count. A batch of weight 0 counts nothing.
+    ///
+    /// # Errors
+    /// Those of [`launch`](Self::launch). [`Error::InvalidArgument`] on all ranks also if no rank's batch counts in a
+    /// step.
+    ///
+    /// # Panics
+    /// As [`launch`](Self::launch).
+    pub fn launch_weighted<M: LearnerModel>(
+        self,
+        training: SupervisedTraining<M>,
+        learner: Learner<M>,
+        weight: impl Fn(&InputOf<M>) -> usize + Send + Sync + 'static,
+    ) -> Result<LearningResult<M>, Error> {
+        self.launch_with(training, learner, Some(Box::new(weight)))
+    }
+
+    fn launch_with<M: LearnerModel>(
+        self,
+        training: SupervisedTraining<M>,
+        learner: Learner<M>,
+        weight: Option<WeightFn<InputOf<M>>>,
+    ) -> Result<LearningResult<M>, Error> {
         let training = match self.group.rank() {
             0 => training,
             // It shows only what happens, and nothing does: burn's other one takes the terminal at once.
             _ => training.renderer(Box::new(CliMetricsRenderer::new())).with_application_logger(None),
         };
-        let strategy = Arc::new(Strategy { of: self, failure: Mutex::default() });
+        let strategy = Arc::new(Strategy { of: self, weight, failure: Mutex::default() });
         let custom = TrainingStrategy::Custom(strategy.clone());
         let result = training.with_training_strategy(custom).launch(learner);
         lock(&strategy.failure).take().map_or(Ok(result), Err)
     }
 }
 
+/// What the model trains on.
+type InputOf<M> = <M as TrainStep>::Input;
+
+/// What a batch weighs.
+type WeightFn<I> = Box<dyn Fn(&I) -> usize + Send + Sync>;
+
 /// What burn calls in one training.
-struct Strategy {
+struct Strategy<I> {
     of: DataParallelStrategy,
+    weight: Option<WeightFn<I>>,
     failure: Mutex<Option<Error>>,
 }
 
-impl<M: LearnerModel> SupervisedLearningStrategy<M> for Strategy {
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for Strategy<InputOf<M>> {
     fn train(
         &self,
         learner: Learner<M>,
@@ -213,6 +251,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for Strategy {
             learner,
             epochs: [first_epoch, components.num_epochs],
             accumulation: components.grad_accumulation,
+            weight: self.weight.as_ref(),
             interrupter: &interrupter,
         };
         if let Err(error) = rank.run(train, &mut leader, registered) {
@@ -230,9 +269,9 @@ fn fail(interrupter: &Interrupter, rank: usize, message: String) {
 }
 
 /// The strategy with burn's own `train`, which sends events for the start and the end.
-struct WithEvents<'a>(&'a Strategy);
+struct WithEvents<'a, I>(&'a Strategy<I>);
 
-impl<M: LearnerModel> SupervisedLearningStrategy<M> for WithEvents<'_> {
+impl<M: LearnerModel> SupervisedLearningStrategy<M> for WithEvents<'_, InputOf<M>> {
     fn fit(
         &self,
         components: TrainingComponents<M>,

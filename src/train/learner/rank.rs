@@ -13,7 +13,7 @@ use burn_train::{
 };
 
 use super::averaged::{Outputs, Registered};
-use super::{OPERATION, resume};
+use super::{InputOf, OPERATION, WeightFn, resume};
 use crate::train::DataParallel;
 use crate::train::adapter::scaled;
 use crate::train::record::recordable;
@@ -21,12 +21,10 @@ use crate::train::resume::share;
 use bonfire_core::{Error, Group};
 use bonfire_train::agree::all_or_none;
 use bonfire_train::data::{at_epoch, for_rank};
-use bonfire_train::step::iteration::{Iteration, Next, RankReport, Settings, Stop, agree};
+use bonfire_train::step::iteration::{BatchWeight, Iteration, Next, RankReport, Settings, Stop, agree};
 use bonfire_train::step::layers::attempt;
 
 type Inner<LC> = <<LC as LearningComponentsTypes>::Backend as AutodiffBackend>::InnerBackend;
-
-type Input<LC> = <<LC as LearningComponentsTypes>::TrainingModel as TrainStep>::Input;
 
 type Output<LC> = <<LC as LearningComponentsTypes>::TrainingModel as TrainStep>::Output;
 
@@ -47,6 +45,8 @@ pub(super) struct Rank<'a, LC: LearningComponentsTypes> {
     /// The first and the last one. Rank 0's first one counts.
     pub epochs: [usize; 2],
     pub accumulation: Option<usize>,
+    /// What a batch weighs; its samples otherwise.
+    pub weight: Option<&'a WeightFn<InputOf<LC>>>,
     pub interrupter: &'a Interrupter,
 }
 
@@ -84,7 +84,8 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     fn prepare(&mut self, store: &EventStoreClient, averaged: Vec<String>) -> Result<DataParallel<LC::Backend>, Error> {
         // An accumulation over one batch is none, and burn takes one over no batch for the same.
         let accumulation = self.accumulation.map_or(1, |batches| batches.max(1));
-        Settings { epochs: self.epochs[1], accumulation, averaged }.check(self.group, OPERATION)?;
+        Settings { epochs: self.epochs[1], accumulation, averaged, weighs: self.weight.is_some() }
+            .check(self.group, OPERATION)?;
         let device = match &self.learner.model().devices()[..] {
             [device] => Ok(device.clone()),
             devices => Err(Error::argument(OPERATION, format!("the model is on {devices:?}; put it on one device"))),
@@ -146,7 +147,7 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             let samples = progress.items_processed.saturating_sub(processed) as u64;
             processed = progress.items_processed;
             let report = RankReport {
-                batch: batch.is_some().then_some(samples),
+                batch: batch.as_ref().map(|batch| self.weigh(batch, samples)),
                 // burn looks at the interrupter after an iteration.
                 stop: if count > 1 || batch.is_none() { self.stop() } else { None },
                 processed: processed as u64,
@@ -188,6 +189,14 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
         }
     }
 
+    fn weigh(&self, batch: &InputOf<LC>, samples: u64) -> BatchWeight {
+        match self.weight {
+            Some(weight) => BatchWeight::Known(weight(batch) as u64),
+            None if samples == 0 => BatchWeight::Unknown,
+            None => BatchWeight::Known(samples),
+        }
+    }
+
     /// Why this rank wants to stop.
     fn stop(&self) -> Option<Stop> {
         self.interrupter.should_stop().then_some(Stop::Interrupted)
@@ -203,7 +212,7 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
         &mut self,
         ddp: &DataParallel<LC::Backend>,
         iteration: &Iteration,
-        batch: Option<Input<LC>>,
+        batch: Option<InputOf<LC>>,
         step: Option<usize>,
     ) -> Result<Option<Output<LC>>, Error> {
         let (model, share) = (self.learner.model(), iteration.share(self.group.rank()));

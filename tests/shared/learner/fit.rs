@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use bonfire::{DataParallelStrategy, Group};
+use bonfire::{DataParallelStrategy, Error, Group};
 use bonfire_testing::process::{Process, is_child, send_line};
 use bonfire_testing::ranks;
 use burn_train::EarlyStoppingStrategy;
 use burn_train::metric::store::EventStoreClient;
 
-use super::{BATCH, Case, EPOCHS, Log, Norm, all_recorded, assert_near, is_empty, part};
+use super::{BATCH, Case, EPOCHS, Log, Norm, Sample, WIDTH, all_recorded, assert_near, is_empty, part};
 use crate::learner_version::*;
 
 #[test]
@@ -48,6 +48,68 @@ fn any_number_of_ranks_trains_as_burns_strategy_for_one_device() {
             assert!(folders[1..].iter().all(is_empty), "{what}");
         }
     }
+}
+
+/// How often a batch of the case counts, by its first input.
+fn tokens(case: &Case, inputs: &[f32]) -> usize {
+    let first = case.samples.iter().position(|sample| sample.0 == inputs[..WIDTH]).expect("a sample of the case");
+    [2, 1, 0, 3][first / BATCH % 4]
+}
+
+#[test]
+fn a_batch_weighs_what_the_program_says() {
+    for (n, count) in [(2, 12), (3, 18), (3, 11)] {
+        for accumulation in [None, Some(2)] {
+            let case = Case::of(count, accumulation);
+            // A device on which each batch is repeated as often as its samples weigh.
+            let repeated = |batch: &Vec<Sample>| match batch.first() {
+                Some(first) => batch.repeat(tokens(&case, &first.0)),
+                None => Vec::new(),
+            };
+            let iterations = case.iterations(n);
+            let whole = iterations.iter().map(|batches| batches.iter().flat_map(repeated).collect());
+            let (expected, folder) = (Log::default(), tempfile::tempdir().unwrap());
+            let training = case.training(folder.path(), Some(batches(whole.collect()))).metrics((loss(),));
+            check(training.launch(learner(0, &expected)));
+            let logs = ranks(n, |group| {
+                let (log, folder) = (Log::default(), tempfile::tempdir().unwrap());
+                let (training, learner) = (case.training(folder.path(), None), learner(group.rank(), &log));
+                let strategy = DataParallelStrategy::new(group);
+                let training = training.metrics(strategy.averaged(loss()));
+                let weight = {
+                    let case = case.clone();
+                    move |batch: &_| inputs(batch).len() / WIDTH * tokens(&case, &inputs(batch))
+                };
+                check(strategy.launch_weighted(training, learner, weight).expect("no failure"));
+                log
+            });
+            for log in &logs {
+                let what = format!("{n} ranks, {count} samples, accumulation {accumulation:?}");
+                assert_near(&log.steps().concat(), &expected.steps().concat(), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn batches_of_which_none_counts_and_weights_on_some_ranks_are_errors_on_all() {
+    ranks(2, |group| {
+        let (log, folder) = (Log::default(), tempfile::tempdir().unwrap());
+        let case = Case::of(8, None);
+        let all = |group: &Group| (case.training(folder.path(), None), learner(0, &log), group.clone());
+        let (training, model, own) = all(&group);
+        let strategy = DataParallelStrategy::new(own);
+        let error = match group.rank() {
+            0 => strategy.launch(training, model).map(drop),
+            _ => strategy.launch_weighted(training, model, |_| 1).map(drop),
+        };
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("rank 1 for 3 epochs") && error.contains("with weights of batches"), "{error}");
+        let (training, model, own) = all(&group);
+        let error = DataParallelStrategy::new(own).launch_weighted(training, model, |_| 0).map(drop).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert_eq!(log.steps().len(), 0);
+    });
 }
 
 #[test]

@@ -12,7 +12,7 @@ use burn_train::{
 
 use super::averaged::{Outputs, Registered};
 use super::records::share;
-use super::{OPERATION, fail};
+use super::{InputOf, OPERATION, WeightFn, fail};
 use crate::train::DataParallel;
 use crate::train::adapter::{handle, opened, scaled};
 use crate::train::model::Parameters;
@@ -21,7 +21,7 @@ use bonfire_core::{Error, Group};
 use bonfire_train::agree::{all_gather_values, all_or_none};
 use bonfire_train::data::{at_epoch, for_rank};
 use bonfire_train::parameters::check_same_model;
-use bonfire_train::step::iteration::{Iteration, Next, RankReport, Settings, Stop, agree};
+use bonfire_train::step::iteration::{BatchWeight, Iteration, Next, RankReport, Settings, Stop, agree};
 use bonfire_train::step::layers::attempt;
 
 /// The outputs of a model in training.
@@ -44,6 +44,8 @@ pub(super) struct Rank<'a, M: LearnerModel> {
     /// The first and the last one. Rank 0's first one counts.
     pub epochs: [usize; 2],
     pub accumulation: Option<usize>,
+    /// What a batch weighs; its samples otherwise.
+    pub weight: Option<&'a WeightFn<InputOf<M>>>,
     pub interrupter: &'a Interrupter,
 }
 
@@ -79,7 +81,8 @@ impl<M: LearnerModel> Rank<'_, M> {
     /// Moves the model to its device and takes over rank 0's parameters, optimizer, schedule and first epoch.
     fn prepare(&mut self, store: &EventStoreClient, averaged: Vec<String>) -> Result<DataParallel, Error> {
         let accumulation = self.accumulation.unwrap_or(1);
-        Settings { epochs: self.epochs[1], accumulation, averaged }.check(self.group, OPERATION)?;
+        Settings { epochs: self.epochs[1], accumulation, averaged, weighs: self.weight.is_some() }
+            .check(self.group, OPERATION)?;
         let device = match &self.learner.model().devices()[..] {
             [device] if device.is_autodiff() => Ok(device.clone()),
             [device] => Ok(device.clone().autodiff()),
@@ -134,7 +137,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             let samples = progress.items_processed.saturating_sub(processed) as u64;
             processed = progress.items_processed;
             let report = RankReport {
-                batch: batch.is_some().then_some(samples),
+                batch: batch.as_ref().map(|batch| self.weigh(batch, samples)),
                 // burn looks at the interrupter after an iteration.
                 stop: if count > 1 || batch.is_none() { self.stop() } else { None },
                 processed: processed as u64,
@@ -164,6 +167,14 @@ impl<M: LearnerModel> Rank<'_, M> {
                 let item = TrainingItem::new(item, progress, Some(count), Some(self.learner.lr_current()));
                 outputs.enter(item, iteration.weights[self.group.rank()]);
             }
+        }
+    }
+
+    fn weigh(&self, batch: &InputOf<M>, samples: u64) -> BatchWeight {
+        match self.weight {
+            Some(weight) => BatchWeight::Known(weight(batch) as u64),
+            None if samples == 0 => BatchWeight::Unknown,
+            None => BatchWeight::Known(samples),
         }
     }
 
@@ -197,7 +208,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         &mut self,
         ddp: &DataParallel,
         iteration: &Iteration,
-        batch: Option<<M as TrainStep>::Input>,
+        batch: Option<InputOf<M>>,
         step: Option<usize>,
     ) -> Result<Option<<M as TrainStep>::Output>, Error> {
         let (model, replicas) = (self.learner.model(), &ddp.replicas);

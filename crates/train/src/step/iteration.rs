@@ -1,5 +1,5 @@
 //! What ranks that train in lockstep agree on: before the training its settings, and before each iteration which of
-//! them have a batch, how many samples are in it, and whether one of them wants to stop.
+//! them have a batch, what it weighs, and whether one of them wants to stop.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +16,8 @@ pub struct Settings {
     pub accumulation: usize,
     /// The names of the metrics that are averaged over the ranks.
     pub averaged: Vec<String>,
+    /// Whether the program weighs batches.
+    pub weighs: bool,
 }
 
 impl Settings {
@@ -34,8 +36,9 @@ impl Settings {
 
     fn text(&self) -> String {
         let averaged = if self.averaged.is_empty() { "no metric".into() } else { self.averaged.join(", ") };
+        let weighs = if self.weighs { ", with weights of batches" } else { "" };
         let Settings { epochs, accumulation, .. } = self;
-        format!("{epochs} epochs, accumulating {accumulation} batches and averaging {averaged}")
+        format!("{epochs} epochs, accumulating {accumulation} batches and averaging {averaged}{weighs}")
     }
 }
 
@@ -48,11 +51,20 @@ pub enum Stop {
     Failed,
 }
 
+/// What a batch weighs in the mean over the ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum BatchWeight {
+    /// Its samples, or what the program gives it.
+    Known(u64),
+    /// Its data loader does not count samples.
+    Unknown,
+}
+
 /// What a rank reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RankReport {
-    /// The samples in its next batch, as its data loader counts them. `None` if it has no batch left.
-    pub batch: Option<u64>,
+    /// Its next batch. `None` if it has no batch left.
+    pub batch: Option<BatchWeight>,
     /// Why it wants to stop, if it does.
     pub stop: Option<Stop>,
     /// Samples so far in this epoch, including the next batch.
@@ -75,7 +87,7 @@ pub enum Next {
 /// An iteration, in which each rank trains with one batch, or with none if its data has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Iteration {
-    /// The weight of each rank's batch: its samples. 0 without a batch.
+    /// The weight of each rank's batch. 0 without a batch.
     pub weights: Vec<u64>,
     /// Samples of all ranks so far in this epoch, including this iteration's.
     pub processed: u64,
@@ -84,14 +96,9 @@ pub struct Iteration {
 }
 
 impl Iteration {
-    /// Returns the number of batches.
-    pub fn batches(&self) -> usize {
-        self.weights.iter().filter(|weight| **weight > 0).count()
-    }
-
-    /// Returns a rank's share of the samples of all batches.
+    /// Returns a rank's share of the weight of all batches; 0 if none of them counts.
     pub fn share(&self, rank: usize) -> f64 {
-        self.weights[rank] as f64 / self.weights.iter().sum::<u64>() as f64
+        self.weights[rank] as f64 / self.weights.iter().sum::<u64>().max(1) as f64
     }
 }
 
@@ -102,11 +109,15 @@ impl Iteration {
 /// Those of [`Group::all_gather`].
 #[track_caller]
 pub fn agree(group: &Group, own: RankReport, steps: u64) -> Result<Next, Error> {
-    let batch = own.batch.map_or([0, 0], |samples| [1, samples]);
+    let batch = match own.batch {
+        None => [0, 0],
+        Some(BatchWeight::Unknown) => [1, 0],
+        Some(BatchWeight::Known(weight)) => [2, weight],
+    };
     let stop = own.stop.or(stop_is_requested().then_some(Stop::Interrupted));
     let stop = stop.map_or(0, |stop| 1 + u64::from(stop == Stop::Failed));
-    let report = |[batch, samples, stop, processed, total]: [u64; 5]| RankReport {
-        batch: (batch == 1).then_some(samples),
+    let report = |[batch, weight, stop, processed, total]: [u64; 5]| RankReport {
+        batch: [None, Some(BatchWeight::Unknown), Some(BatchWeight::Known(weight))][batch.min(2) as usize],
         stop: [None, Some(Stop::Interrupted), Some(Stop::Failed)][stop.min(2) as usize],
         processed,
         total,
@@ -128,8 +139,12 @@ fn next(reports: &[RankReport]) -> Next {
         return Next::EndEpoch;
     }
     // A loader that does not count says nothing of the other ranks' batches either.
-    let counted = reports.iter().all(|rank| rank.batch != Some(0));
-    let weight = |rank: &RankReport| rank.batch.map_or(0, |samples| if counted { samples } else { 1 });
+    let known = reports.iter().all(|rank| rank.batch != Some(BatchWeight::Unknown));
+    let weight = |rank: &RankReport| match rank.batch {
+        Some(BatchWeight::Known(weight)) if known => weight,
+        Some(_) => 1,
+        None => 0,
+    };
     Next::Iterate(Iteration {
         weights: reports.iter().map(weight).collect(),
         processed: reports.iter().map(|rank| rank.processed).sum(),
@@ -141,24 +156,35 @@ fn next(reports: &[RankReport]) -> Next {
 mod tests {
     use super::*;
 
-    fn report(batch: Option<u64>, processed: u64, total: u64) -> RankReport {
+    use BatchWeight::{Known, Unknown};
+
+    fn report(batch: Option<BatchWeight>, processed: u64, total: u64) -> RankReport {
         RankReport { batch, stop: None, processed, total }
     }
 
     #[test]
     fn batches_weigh_as_many_samples_as_they_have() {
-        let reports = [report(Some(4), 8, 20), report(None, 3, 3), report(Some(1), 5, 5)];
+        let reports = [report(Some(Known(4)), 8, 20), report(None, 3, 3), report(Some(Known(1)), 5, 5)];
         let Next::Iterate(iteration) = next(&reports) else { panic!("two ranks have a batch") };
         assert_eq!(iteration, Iteration { weights: vec![4, 0, 1], processed: 16, total: 28 });
         assert_eq!([0, 1, 2].map(|rank| iteration.share(rank)), [0.8, 0.0, 0.2]);
-        assert_eq!(iteration.batches(), 2);
     }
 
     #[test]
     fn batches_weigh_the_same_if_a_loader_does_not_count() {
-        let reports = [report(Some(4), 8, 20), report(None, 3, 3), report(Some(0), 0, 0)];
+        let reports = [report(Some(Known(4)), 8, 20), report(None, 3, 3), report(Some(Unknown), 0, 0)];
         let Next::Iterate(iteration) = next(&reports) else { panic!("two ranks have a batch") };
         assert_eq!(iteration.weights, [1, 0, 1]);
+    }
+
+    #[test]
+    fn a_batch_that_the_program_does_not_count_has_no_share() {
+        let iterate = |weights: [u64; 2]| match next(&weights.map(|weight| report(Some(Known(weight)), 4, 8))) {
+            Next::Iterate(iteration) => [0, 1].map(|rank| iteration.share(rank)),
+            next => panic!("{next:?}"),
+        };
+        assert_eq!(iterate([3, 0]), [1.0, 0.0]);
+        assert_eq!(iterate([0, 0]), [0.0, 0.0]);
     }
 
     #[test]
@@ -168,7 +194,7 @@ mod tests {
 
     #[test]
     fn one_rank_that_stops_stops_all_and_failures_come_first() {
-        let stops = |stop| RankReport { stop: Some(stop), ..report(Some(4), 4, 8) };
+        let stops = |stop| RankReport { stop: Some(stop), ..report(Some(Known(4)), 4, 8) };
         let (interrupted, failed) = (stops(Stop::Interrupted), stops(Stop::Failed));
         assert_eq!(next(&[report(None, 4, 4), interrupted]), Next::Stop(1, Stop::Interrupted));
         assert_eq!(next(&[interrupted, report(None, 4, 4), failed]), Next::Stop(2, Stop::Failed));
