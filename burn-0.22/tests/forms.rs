@@ -251,3 +251,16 @@ mod wgpu {
         assert_eq!(said(), 1, "{:?}", logged::lines());
     }
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    /// Within what a GPU loses that rounds the factors of a matrix product to 11 bits (TF32).
+    #[test]
+    #[ignore = "needs a CUDA GPU"]
+    fn forms() {
+        let device = Device::cuda(0).autodiff();
+        Place { device, dtype: DType::F32, tolerance: 1e-3 }.check("cuda::forms");
+    }
+}
