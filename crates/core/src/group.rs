@@ -45,5 +45,5 @@ pub use self::record::{CallSite, Message, Record, State};
 pub use self::request::Request;
 #[cfg(not(unix))]
 pub use self::stop::answer_stop;
-pub use self::stop::stop_is_requested;
+pub use self::stop::{request_stop, stop_is_requested};
 pub use self::trace::Trace;

@@ -49,7 +49,7 @@ pub mod yscv;
 
 #[cfg(unix)]
 pub use auth::Secret;
-pub use group::{Batch, Buffer, Builder, Group, Work};
+pub use group::{Batch, Buffer, Builder, Group, Work, request_stop};
 pub use launch::launch;
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]

@@ -227,7 +227,7 @@ fn on_arrival(signal: c_int, request: &mut Option<Request>) {
     match request {
         None if ASKS.load(Ordering::Relaxed) && lock(registered()).can_stop_at(signal) => {
             *request = Some(Request::new(signal));
-            stop::request();
+            stop::request_stop();
             log::info!("{}: all ranks are asked to stop after a step", name(signal));
         }
         Some(request) if signal == request.signal && request.since.elapsed() < SAME_REQUEST => {}

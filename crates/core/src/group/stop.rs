@@ -11,17 +11,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether this process was asked to stop, and its program can hear of it.
 static REQUESTED: AtomicBool = AtomicBool::new(false);
 
+/// Asks all ranks to stop in order, as the [stop signal](crate::Builder::stop_signal) of this process does: after the
+/// step that they are in, `should_stop` of a training says so on every rank. For programs that handle the signal
+/// themselves, or that stop for reasons of their own, such as a limit of hours.
+///
+/// One rank calls it, or several. It cannot be taken back, nothing limits how long the step may take, and a signal
+/// handler may call it.
+///
+/// ```
+/// use std::time::{Duration, Instant};
+///
+/// # let group = bonfire_core::Group::threads(1)?.remove(0);
+/// let end = Instant::now() + Duration::from_secs(47 * 3600);
+/// // in the training loop:
+/// if group.rank() == 0 && Instant::now() > end {
+///     bonfire_core::request_stop();
+/// }
+/// # Ok::<(), bonfire_core::Error>(())
+/// ```
+pub fn request_stop() {
+    REQUESTED.store(true, Ordering::Relaxed);
+}
+
 /// Whether this process was asked to stop. A rank says so in its next step.
 pub fn stop_is_requested() -> bool {
     REQUESTED.load(Ordering::Relaxed)
 }
 
-/// Where there are no signals, no program is asked to stop.
+/// Where there are no signals, there is nothing to do.
 #[cfg(not(unix))]
 pub fn answer_stop(_: u64, _: bool) {}
 
 #[cfg(unix)]
-pub(super) use self::answers::{answer, is_heard, next_step, request};
+pub(super) use self::answers::{answer, is_heard, next_step};
 
 #[cfg(unix)]
 mod answers {
@@ -31,11 +53,6 @@ mod answers {
     static HEARD: AtomicBool = AtomicBool::new(false);
     /// The steps that a rank of the program had made when it asked last.
     static STEPS: AtomicU64 = AtomicU64::new(0);
-
-    /// Asks this process to stop.
-    pub fn request() {
-        super::REQUESTED.store(true, Ordering::Relaxed);
-    }
 
     /// Takes note of what the program hears after so many steps. Returns whether this is the first time that it is to
     /// stop.
