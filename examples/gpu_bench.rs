@@ -14,14 +14,19 @@ mod kernels;
 #[cfg(feature = "nccl")]
 #[path = "gpu_bench/nccl.rs"]
 mod nccl;
+#[path = "gpu_bench/paths.rs"]
+mod paths;
 #[path = "gpu_bench/report.rs"]
 mod report;
+#[path = "gpu_bench/training.rs"]
+mod training;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
 
+use crate::paths::Measured;
 use crate::report::Report;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -45,10 +50,9 @@ struct Args {
     /// Calls of each measurement of small buffers; fewer of large ones
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     calls: u32,
-    /// Print the seconds of a group's calls through the client API, for a comparison between processes
-    #[cfg(feature = "nccl")]
+    /// Print the seconds of calls, for a comparison between processes
     #[arg(long, hide = true)]
-    group_calls: bool,
+    measured: Option<Measured>,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -62,12 +66,18 @@ enum Part {
     /// NCCL's time over ours
     #[cfg(feature = "nccl")]
     Nccl,
-    /// The sizes for which docs/benchmarks.md predicts times
+    /// The sizes for which docs/measurements/gpu.md predicts times
     Predicted,
     /// Computation and collectives at once
     Overlap,
     /// Each form of all_reduce at every size
     Sizes,
+    /// Messages between two devices, by kernels and over host memory
+    Messages,
+    /// Operations on parts of which one is longer than the others, likewise
+    Unequal,
+    /// Training steps of a model with 150 tensors
+    Steps,
 }
 
 fn main() -> ExitCode {
@@ -85,22 +95,24 @@ fn main() -> ExitCode {
 
 fn measure(args: &Args) -> Result<bool, Failure> {
     let gpus = bonfire::CudaDevice::gpus()?;
-    #[cfg(feature = "nccl")]
-    if args.group_calls {
-        return nccl::print_client_seconds(args.calls as usize).map(|()| true);
+    let extent = kernels::Extent { largest: (args.largest as usize) << 20, calls: args.calls as usize };
+    if let Some(measured) = args.measured {
+        return measured.print(extent).map(|()| true);
     }
     let mut report = Report::new(args.rounds as usize, args.out.clone());
-    let extent = kernels::Extent { largest: (args.largest as usize) << 20, calls: args.calls as usize };
     for part in Part::value_variants().iter().filter(|part| args.parts.is_empty() || args.parts.contains(part)) {
         match part {
             Part::Large => kernels::large(&mut report, extent),
             Part::Small => kernels::small(&mut report, extent),
             Part::Clients => api::small(&mut report, extent.calls),
             #[cfg(feature = "nccl")]
-            Part::Nccl => nccl::compare(&mut report, extent.calls),
+            Part::Nccl => nccl::compare(&mut report, extent),
             Part::Predicted => kernels::predicted(&mut report, extent, gpus),
             Part::Overlap => api::overlap(&mut report, extent.largest),
             Part::Sizes => kernels::sizes(&mut report, extent),
+            Part::Messages => paths::messages(&mut report, extent),
+            Part::Unequal => paths::unequal(&mut report, extent),
+            Part::Steps => training::steps(&mut report, extent),
         }
     }
     report.write()?;

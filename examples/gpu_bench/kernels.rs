@@ -88,8 +88,8 @@ pub fn small(report: &mut Report, extent: Extent) {
     }
 }
 
-/// Measures the kernels, element types and sizes for which `docs/benchmarks.md` predicts times: with all ranks on one
-/// GPU, and between as many of the machine's GPUs as there are ranks.
+/// Measures the kernels, element types and sizes for which `docs/measurements/gpu.md` predicts times: with all ranks on
+/// one GPU, and between as many of the machine's GPUs as there are ranks.
 pub fn predicted(report: &mut Report, extent: Extent, gpus: usize) {
     let mut figure = |what: &str, call: Call, (ranks, gpus): (usize, usize), form| {
         let place = if gpus == 1 { "on one GPU" } else { "between GPUs" };

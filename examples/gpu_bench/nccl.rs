@@ -3,7 +3,6 @@
 //! Like with like: the time between events on the GPU, of calls in a row, with that of our kernels; and the host's wall
 //! time of a call through the client API, from the call until its result is there, with the same call by our kernels.
 
-use std::process::Command;
 use std::time::Duration;
 
 use bonfire::error::Site;
@@ -15,23 +14,24 @@ use cudarc::driver::{CudaContext, result};
 
 use crate::Failure;
 use crate::api::slowest;
-use crate::kernels::all_reduce;
+use crate::kernels::{Extent, all_reduce};
+use crate::paths::Measured;
 use crate::report::Report;
 
 const SIZES: [usize; 6] = [8, 512, 8 << 10, 32 << 10, 128 << 10, 256 << 10];
 const RANKS: usize = 2;
 
-pub fn compare(report: &mut Report, calls: usize) {
+pub fn compare(report: &mut Report, extent: Extent) {
+    let calls = extent.calls;
     for bytes in SIZES {
         report.optional_figure(format!("NCCL's time over ours, {bytes} bytes, 2 ranks, events"), "times", || {
             let own = bench::seconds(&all_reduce(DType::F32, bytes), RANKS, 1, None, calls)?;
             Ok(event_seconds(bytes, calls)? / own)
         });
     }
-    // A process takes either our kernels or NCCL. One round of each measures all sizes.
-    let round = |_| {
-        Ok::<_, Failure>(client_seconds("nccl", calls)?.into_iter().zip(client_seconds("kernels", calls)?).collect())
-    };
+    // One round of each measures all sizes.
+    let by = |path| Measured::GroupCalls.by(path, extent);
+    let round = |_| Ok::<_, Failure>(by("nccl")?.into_iter().zip(by("kernels")?).collect());
     let rounds: Result<Vec<Vec<(f64, f64)>>, Failure> = (0..report.rounds()).map(round).collect();
     for (place, bytes) in SIZES.into_iter().enumerate() {
         let what = format!("NCCL's time over ours, {bytes} bytes, 2 ranks, client API, wall");
@@ -45,22 +45,9 @@ pub fn compare(report: &mut Report, calls: usize) {
     }
 }
 
-/// Returns the seconds of a group's all-reduce of each size, measured by a process with this setting of `BONFIRE_CUDA`.
-fn client_seconds(mode: &str, calls: usize) -> Result<Vec<f64>, Failure> {
-    let mut command = Command::new(std::env::current_exe()?);
-    let ended = command.args(["--group-calls", "--calls", &calls.to_string()]).env("BONFIRE_CUDA", mode).output()?;
-    if !ended.status.success() {
-        return Err(String::from_utf8_lossy(&ended.stderr).trim().to_owned().into());
-    }
-    String::from_utf8(ended.stdout)?.lines().map(|line| Ok(line.parse()?)).collect()
-}
-
-/// Prints the seconds of a group's all-reduce of each size. The other side of `client_seconds`.
-pub fn print_client_seconds(calls: usize) -> Result<(), Failure> {
-    for bytes in SIZES {
-        println!("{:e}", crate::api::group_seconds(bytes, calls)?);
-    }
-    Ok(())
+/// Returns the seconds of a group's all-reduce of each size.
+pub fn group_seconds(calls: usize) -> Result<Vec<f64>, Failure> {
+    SIZES.into_iter().map(|bytes| crate::api::group_seconds(bytes, calls)).collect()
 }
 
 /// Returns the seconds between events that one all-reduce of `bytes` bytes of f32 per rank takes on the slowest rank.
