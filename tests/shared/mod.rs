@@ -19,6 +19,7 @@ pub mod sharded;
 pub mod step;
 mod sync_batch_norm;
 mod training_state;
+mod unclear;
 mod verify;
 
 use burn::tensor::DType;
