@@ -15,6 +15,7 @@ mod programs;
 mod quantised;
 mod races;
 mod randomness;
+pub mod scan;
 pub mod sharded;
 pub mod step;
 mod sync_batch_norm;
