@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::adapter::{BurnTensors, opened};
-use super::model::{Parameters, broadcast_parameters, check_untied, rebuild};
+use super::model::{Needs, Parameters, broadcast_parameters, check_untied, rebuild};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use crate::tensor::autodiff::hook::check_backend;
@@ -76,6 +76,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// `mesh` is a group, or a [`DeviceMesh`]. Of a mesh, the group are the ranks that differ from this one only along
     /// `replicate` and `shard`: they get the same model. Ranks that differ along another dimension keep other ones.
     ///
+    /// It is not clear whether to train a parameter whose tensor is the result of an operation, as after `Param::map`,
+    /// or needs a gradient where the parameter does not: rank 0 logs its name, what is done with it, and a remedy.
+    ///
     /// A training that then leaves out every step ends with other weights on each rank. So if this is dropped on a rank
     /// that has made none, nor called [`verify`](Self::verify) or [`average_states`](Self::average_states),
     /// [`launch`](crate::launch()) returns an error for a rank that otherwise succeeds. Without `launch` a warning is
@@ -94,11 +97,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let mesh = mesh.into();
         let _call = mesh.whole().enter("DataParallel::new");
         let group = mesh.replicas(OPERATION)?;
+        let needs = Needs::of(&model);
         let (model, identities) = rebuild(model);
         let (described, parameters) = Parameters::of(&model);
         check_same_model(&group, OPERATION, &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
         all_or_none(&group, check_untied(OPERATION, &model))?;
+        needs.warn(&group, OPERATION, &parameters);
         let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));
         let on_devices = u64::from(uses_collective_devices::<B::InnerBackend>());
         let ranks = all_gather_values(&group, [on_devices, process_number()?])?;
@@ -317,10 +322,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// one logs a warning. Passes are not affected.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank has gradients that do not match the
-    /// model's parameters, or if the ranks' parameters differ; the group remains usable. Otherwise the errors of
-    /// [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call may have succeeded on
-    /// other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from a checkpoint.
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the model has no trained parameters, if a
+    /// rank has gradients that do not match them, or if the ranks' parameters differ; the group remains usable.
+    /// Otherwise the errors of [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call
+    /// may have succeeded on other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from
+    /// a checkpoint.
     #[track_caller]
     pub fn sync<M: AutodiffModule<B>>(
         &self,

@@ -14,7 +14,7 @@ use burn::tensor::ops::FloatTensor;
 
 use self::model::{cut, eager, gathered_at_use, restored};
 use super::adapter::{BurnTensors, handle};
-use super::model::{InModel, Parameters, broadcast_parameters, rebuild};
+use super::model::{InModel, Needs, Parameters, broadcast_parameters, rebuild};
 use super::parts::{Parts, Sharded};
 use super::pass::{Fault, Form, LastPass, Open, Pass};
 use super::states;
@@ -147,7 +147,8 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     ///
     /// All ranks must call this, each with a model of its own; it blocks until they have. Until then each rank holds
     /// a whole model. Load pretrained weights before, and create the optimizer afterwards. `mesh` is a group, all of
-    /// whose ranks keep a part, or a [`DeviceMesh`].
+    /// whose ranks keep a part, or a [`DeviceMesh`]. Of what is logged see
+    /// [`DataParallel::new`](crate::DataParallel::new).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
@@ -161,10 +162,12 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         let _call = mesh.whole().enter("FullyShardedParallel::new");
         mesh.whole().check_concurrent(OPERATION)?;
         let groups = Groups::sharded(&mesh, OPERATION)?;
+        let needs = Needs::of(&model);
         let (model, identities) = rebuild(model);
         let (described, parameters) = Parameters::in_blocks(&model);
         check_same_model(&groups.main, OPERATION, &described)?;
         let model = broadcast_parameters(&groups.main, model, identities, 0)?;
+        needs.warn(&groups.main, OPERATION, &parameters);
         let eager = eager(&model);
         let is_cut = |parameter: &&_| {
             let parameter: &super::model::Parameter<B> = parameter;

@@ -11,12 +11,13 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Float, Shape, Tensor, TensorMetadata, TensorPrimitive};
 
-use super::walk::{Map, Place, Visit, map, visit, visit_floats};
+use super::walk::{FloatParameter, Map, Place, Visit, map, visit, visit_floats};
+use crate::tensor::autodiff::hook::is_tracked;
 use crate::tensor::host::{Kind, Source, TensorSpec, data, float};
 use crate::tensor::operation::broadcast;
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{Error, Group, Operation};
-use bonfire_train::parameters::{self, Description, NOTHING, digest};
+use bonfire_train::parameters::{self, Description, NOTHING, digest, warn_of_unclear};
 use bonfire_train::protocol::{Header, Problem};
 
 /// A parameter of floats. Its gradients can be exchanged.
@@ -210,6 +211,30 @@ impl<B: AutodiffBackend> InModel<B> {
             _ => Ok(NOTHING),
         };
         self.values.iter().zip(&self.trained).map(digest).collect()
+    }
+}
+
+/// Whether the tensors of a program's model say that they are trained.
+pub(super) struct Needs(Vec<(ParamId, Option<bool>)>);
+
+impl Needs {
+    /// Reads a model as the program has made it, before its values get leaves of their own.
+    pub fn of<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> Needs {
+        let mut needs = Vec::new();
+        visit_floats(model, |parameter: FloatParameter<B>| {
+            let is_result = !parameter.trained && is_tracked::<B>(parameter.value);
+            needs.push((parameter.id, (!is_result).then_some(parameter.trained)));
+        });
+        Needs(needs)
+    }
+
+    /// Names in the log those that say something else than what the ranks do with these parameters.
+    pub fn warn<B: AutodiffBackend>(&self, group: &Group, operation: &str, parameters: &Parameters<B>) {
+        let unclear = self.0.iter().filter_map(|(id, needs)| {
+            let parameter = &parameters[parameters.position(*id)?];
+            (*needs != Some(parameter.trained)).then_some((parameter.path.as_str(), parameter.trained))
+        });
+        warn_of_unclear(group, operation, unclear);
     }
 }
 

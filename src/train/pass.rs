@@ -11,6 +11,7 @@ use burn::tensor::ops::FloatTensor;
 
 use super::adapter::handle;
 use super::model::{InModel, Parameters};
+use crate::tensor::autodiff::hook::is_tracked;
 use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_core::{Error, Group};
 use bonfire_train::protocol::{Problem, Refusal};
@@ -95,12 +96,12 @@ impl<B: AutodiffBackend, M, G> LastPass<B, M, G> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a weight is negative or not finite, if the
-    /// ranks' parameters or settings differ, if the model is not the one in training, if a rank with samples has no
-    /// gradients, has run two backward passes in one pass, or has another pass of the step open; with full sharding
-    /// also if it has used its part of a parameter as if it were the whole. The groups remain usable. Otherwise the
-    /// errors of [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a gradient from its device
-    /// or has dropped its step. The call may have succeeded on other ranks then, which are one step ahead: continue
-    /// with [`shrink`](super::DataParallel::shrink) or from a checkpoint.
+    /// ranks' parameters or settings differ, if the model is not the one in training or has no trained parameters, if a
+    /// rank with samples has no gradients, has run two backward passes in one pass, or has another pass of the step
+    /// open; with full sharding also if it has used its part of a parameter as if it were the whole. The groups remain
+    /// usable. Otherwise the errors of [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a
+    /// gradient from its device or has dropped its step. The call may have succeeded on other ranks then, which are one
+    /// step ahead: continue with [`shrink`](super::DataParallel::shrink) or from a checkpoint.
     #[track_caller]
     pub fn finish(self, gradients: &mut B::Gradients) -> Result<G, Error> {
         let _call = self.open.engine.group().enter("LastPass::finish");
@@ -264,7 +265,11 @@ pub(super) trait Form<B: AutodiffBackend> {
             let outcome = match attempt(|| loss(&open.model, batch))? {
                 Ok((loss, weight)) => {
                     let open = open.weigh(weight.value())?;
-                    open.finish(&mut attempt(|| loss.backward())?)?
+                    // burn panics in the backward pass of a loss that depends on nothing that is trained.
+                    match is_tracked::<B>(loss.clone().into_primitive().tensor()) {
+                        true => open.finish(&mut attempt(|| loss.backward())?)?,
+                        false => open.end(Vec::new(), None)?,
+                    }
                 }
                 Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
                     None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,

@@ -52,6 +52,18 @@ pub const MUON: &str = "`Muon` updates an element by others of its parameter";
 /// Whether a model takes two backward passes: burn 0.22 panics in the second.
 pub const TWO_BACKWARD_PASSES: bool = true;
 
+/// Parameters of which it is not clear whether they are trained. `None` if it is clear.
+pub struct Unclear {
+    /// Whether one is trained whose tensor is the result of an operation.
+    pub mapped: bool,
+    /// The weight of a layer whose columns are contiguous, which burn 0.21 transposes after it has made a leaf of it.
+    pub columns: Option<bool>,
+    /// One whose tensor needs a gradient, and which was made of one that does not.
+    pub needy: Option<bool>,
+}
+
+pub const UNCLEAR: Unclear = Unclear { mapped: false, columns: Some(true), needy: None };
+
 /// A model in training.
 pub trait Model: AutodiffModule<Training> {}
 

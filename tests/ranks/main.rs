@@ -16,6 +16,8 @@ mod checkpoint_version;
 mod loader_version;
 #[path = "../common/model_data.rs"]
 mod model_data;
+#[path = "../common/scan_version.rs"]
+mod scan_version;
 #[path = "../shared/mod.rs"]
 mod shared;
 #[path = "../common/tensor_version.rs"]

@@ -15,10 +15,12 @@ mod programs;
 mod quantised;
 mod races;
 mod randomness;
+pub mod scan;
 pub mod sharded;
 pub mod step;
 mod sync_batch_norm;
 mod training_state;
+mod unclear;
 mod verify;
 
 use burn::tensor::DType;

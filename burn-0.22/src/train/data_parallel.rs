@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::adapter::BurnTensors;
-use super::model::{Parameters, broadcast_parameters, check_autodiff, check_untied};
+use super::model::{Needs, Parameters, broadcast_parameters, check_autodiff, check_untied};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
 use bonfire_core::internal::AgreedOperations;
@@ -70,6 +70,9 @@ impl DataParallel {
     /// `mesh` is a group, or a [`DeviceMesh`]. Of a mesh, the group are the ranks that differ from this one only along
     /// `replicate` and `shard`: they get the same model. Ranks that differ along another dimension keep other ones.
     ///
+    /// It is not clear whether to train a parameter whose tensor is the result of an operation, as after `Param::map`,
+    /// or needs a gradient where the parameter does not: rank 0 logs its name, what is done with it, and a remedy.
+    ///
     /// A training that then leaves out every step ends with other weights on each rank. So if this is dropped on a rank
     /// that has made none, nor called [`verify`](Self::verify) or [`average_states`](Self::average_states),
     /// [`launch`](crate::launch()) returns an error for a rank that otherwise succeeds. Without `launch` a warning is
@@ -89,8 +92,10 @@ impl DataParallel {
         check_same_model(&group, OPERATION, &Parameters::of(&model).0)?;
         let checked = check_autodiff(OPERATION, &model).and_then(|()| check_untied(OPERATION, &model));
         all_or_none(&group, checked)?;
+        let needs = Needs::of(&model);
         let model = broadcast_parameters(&group, model, 0)?;
         let parameters = Parameters::of(&model).1;
+        needs.warn(&group, OPERATION, &parameters);
         let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));
         let has_threads = !ranks_are_processes(&group)?;
         let tensors = BurnTensors::of(&parameters);
@@ -277,10 +282,10 @@ impl DataParallel {
     /// out a step. [`verify`](Self::verify) compares at any time, and the optimizer too.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank has gradients that do not match the
-    /// model's parameters, or if the ranks' parameters differ; the group remains usable. Otherwise the errors of
-    /// [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call may have succeeded on
-    /// other ranks then, which are one step ahead.
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the model has no trained parameters, if a
+    /// rank has gradients that do not match them, or if the ranks' parameters differ; the group remains usable.
+    /// Otherwise the errors of [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call
+    /// may have succeeded on other ranks then, which are one step ahead.
     #[track_caller]
     pub fn sync<M: Module>(
         &self,

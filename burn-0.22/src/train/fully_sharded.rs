@@ -13,7 +13,7 @@ use burn::tensor::Tensor;
 
 use self::model::{cut, eager, gathered_at_use, restored};
 use super::adapter::{BurnTensors, handle};
-use super::model::{InModel, Parameters, broadcast_parameters, check_autodiff};
+use super::model::{InModel, Needs, Parameters, broadcast_parameters, check_autodiff};
 use super::parts::{Parts, Sharded};
 use super::pass::{Fault, Form, LastPass, Open, Pass};
 use super::verify::average;
@@ -140,7 +140,8 @@ impl FullyShardedParallel {
     ///
     /// All ranks must call this, each with a model of its own; it blocks until they have. Until then each rank holds
     /// a whole model. Load pretrained weights before, and create the optimizer afterwards. `mesh` is a group, all of
-    /// whose ranks keep a part, or a [`DeviceMesh`].
+    /// whose ranks keep a part, or a [`DeviceMesh`]. Of what is logged see
+    /// [`DataParallel::new`](crate::DataParallel::new).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
@@ -155,8 +156,10 @@ impl FullyShardedParallel {
         let groups = Groups::sharded(&mesh, OPERATION)?;
         check_same_model(&groups.main, OPERATION, &Parameters::in_blocks(&model).0)?;
         all_or_none(&groups.main, check_autodiff(OPERATION, &model))?;
+        let needs = Needs::of(&model);
         let model = broadcast_parameters(&groups.main, model, 0)?;
         let (parameters, eager) = (Parameters::in_blocks(&model).1, eager(&model));
+        needs.warn(&groups.main, OPERATION, &parameters);
         let is_cut = |parameter: &&_| {
             let parameter: &super::model::Parameter = parameter;
             parameter.trained || !eager.contains(&parameter.id)

@@ -17,7 +17,7 @@ use super::walk::{Kind, Map, Place, Visit, map, visit, visit_floats};
 use crate::tensor::host::{TensorSpec, float};
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};
-use bonfire_train::parameters::{self, Description, NOTHING, digest};
+use bonfire_train::parameters::{self, Description, NOTHING, digest, warn_of_unclear};
 use bonfire_train::protocol::{Header, Problem};
 use bonfire_train::step::Means;
 
@@ -242,6 +242,30 @@ pub(super) fn check_autodiff<M: Module>(operation: &str, model: &M) -> Result<()
         return Err(Error::argument(operation, reason));
     }
     Ok(())
+}
+
+/// Whether the tensors of a program's model say that they are trained.
+pub(super) struct Needs(Vec<(ParamId, Option<bool>)>);
+
+impl Needs {
+    /// Reads a model as the program has made it, before its values get leaves of their own.
+    pub fn of<M: Module>(model: &M) -> Needs {
+        let mut needs = Vec::new();
+        visit_floats(model, |parameter| {
+            let is_result = !parameter.trained && Dispatch::is_tracked(&parameter.value);
+            needs.push((parameter.id, (!is_result).then_some(parameter.trained)));
+        });
+        Needs(needs)
+    }
+
+    /// Names in the log those that say something else than what the ranks do with these parameters.
+    pub fn warn(&self, group: &Group, operation: &str, parameters: &Parameters) {
+        let unclear = self.0.iter().filter_map(|(id, needs)| {
+            let parameter = &parameters[parameters.position(*id)?];
+            (*needs != Some(parameter.trained)).then_some((parameter.path.as_str(), parameter.trained))
+        });
+        warn_of_unclear(group, operation, unclear);
+    }
 }
 
 /// Fails if the model has a parameter that needs a gradient twice, under one id: burn's optimizers update only one.

@@ -93,11 +93,11 @@ impl<M, G> LastPass<M, G> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a weight is negative or not finite, if the
-    /// ranks' parameters or settings differ, if the model is not the one in training, if a rank with samples has no
-    /// gradients, has run two backward passes in one pass, or has another pass of the step open. The group remains
-    /// usable. Otherwise the errors of [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a
-    /// gradient from its device or has dropped its step. The call may have succeeded on other ranks then, which are one
-    /// step ahead.
+    /// ranks' parameters or settings differ, if the model is not the one in training or has no trained parameters, if a
+    /// rank with samples has no gradients, has run two backward passes in one pass, or has another pass of the step
+    /// open. The group remains usable. Otherwise the errors of [`Group::all_reduce`](crate::Group::all_reduce), also if
+    /// a rank cannot read a gradient from its device or has dropped its step. The call may have succeeded on other
+    /// ranks then, which are one step ahead.
     #[track_caller]
     pub fn finish(self, gradients: &mut Gradients) -> Result<G, Error> {
         let _call = self.open.engine.group().enter("LastPass::finish");
@@ -253,7 +253,14 @@ pub(super) trait Form {
         while let Some(batch) = batches.next() {
             let open = self.begin(model, batches.peek().is_none())?;
             let outcome = match attempt(|| loss(&open.model, batch))? {
-                Ok((loss, weight)) => open.weigh(weight.value())?.finish(&mut attempt(|| loss.backward())?)?,
+                Ok((loss, weight)) => {
+                    let open = open.weigh(weight.value())?;
+                    // burn panics in the backward pass of a loss that depends on nothing that is trained.
+                    match loss.is_tracked() {
+                        true => open.finish(&mut attempt(|| loss.backward())?)?,
+                        false => open.end(Vec::new(), None)?,
+                    }
+                }
                 Err(fault) => match open.engine.fail(fault.to_string(), open.layers.communicate())? {
                     None => self.begin(model, true)?.engine.fail(fault.to_string(), false)?,
                     outcome => outcome,

@@ -45,6 +45,14 @@ pub const MUON: &str = "updates an element by others of its parameter, as Muon";
 /// The hooks of a pass are in one graph, which the first backward pass uses up.
 pub const TWO_BACKWARD_PASSES: bool = false;
 
+pub struct Unclear {
+    pub mapped: bool,
+    pub columns: Option<bool>,
+    pub needy: Option<bool>,
+}
+
+pub const UNCLEAR: Unclear = Unclear { mapped: true, columns: None, needy: Some(false) };
+
 pub trait Model: Module {}
 
 impl<M: Module> Model for M {}

@@ -12,6 +12,8 @@ mod checkpoint_version;
 mod loader_version;
 #[path = "../../../tests/common/model_data.rs"]
 mod model_data;
+#[path = "../common/scan_version.rs"]
+mod scan_version;
 #[path = "../../../tests/shared/mod.rs"]
 mod shared;
 

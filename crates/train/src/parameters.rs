@@ -39,6 +39,27 @@ impl Parameter {
     }
 }
 
+/// Names parameters in the log of rank 0 that burn alone may train in other steps than the ranks do. `unclear` has the
+/// paths, and whether the ranks train them.
+pub fn warn_of_unclear<'a>(group: &Group, operation: &str, unclear: impl IntoIterator<Item = (&'a str, bool)>) {
+    if group.rank() > 0 {
+        return;
+    }
+    let (trained, untrained): (Vec<_>, Vec<_>) = unclear.into_iter().partition(|(_, trained)| *trained);
+    for (parameters, here) in [(trained, "trained"), (untrained, "not trained")] {
+        let names: Vec<String> = parameters.iter().map(|(path, _)| format!("`{path}`")).collect();
+        if !names.is_empty() {
+            log::warn!(
+                "{operation}: of {} it is not clear whether to train: the tensor is the result of an operation, or \
+                 needs a gradient where the parameter does not. burn alone may train it in some steps, in all or in \
+                 none; here it is {here}. Before this call say which: `param.map(|value| \
+                 value.detach()).set_require_grad(true)`, or `false`",
+                names.join(", ")
+            );
+        }
+    }
+}
+
 /// The description of a parameter of any kind, which must be the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Description {

@@ -108,11 +108,6 @@ impl Header {
         Header { trained, ..Default::default() }
     }
 
-    /// Returns what is wrong with a rank that has a weight and no gradient.
-    pub(crate) fn without_gradients(&self) -> Problem {
-        if self.trained.contains(&true) { Problem::NoGradients } else { Problem::Untrained }
-    }
-
     pub(crate) fn write(&self, to: &mut Writer) {
         let words = HeaderWords {
             problem: Problem::to_words(self.problem),
@@ -163,6 +158,9 @@ impl Header {
         }
         if let Some(position) = trained.first_difference() {
             return Err(Refusal::Trained { position, with: trained.ranks_with(position), ranks: headers.len() });
+        }
+        if !self.trained.contains(&true) {
+            return Err(Refusal::Untrained);
         }
         let mut firsts = HashMap::new();
         let mut of_first = |header: &HeaderWords| *firsts.entry(header.part).or_insert(header.digest);

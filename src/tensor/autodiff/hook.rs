@@ -94,6 +94,16 @@ pub(super) fn with_tracked<B: AutodiffBackend, E>(
     Ok(tensor.expect("it was put back"))
 }
 
+/// Whether a tensor is in a graph: as a leaf that needs a gradient, or as the result of an operation on one.
+pub(crate) fn is_tracked<B: AutodiffBackend>(tensor: FloatTensor<B>) -> bool {
+    let mut is_tracked = false;
+    let Ok(_) = with_tracked::<B, Infallible>(tensor, |tensor| {
+        is_tracked = tensor.is_tracked();
+        Ok(tensor)
+    });
+    is_tracked
+}
+
 /// Returns `tensor` with a hook in its graph. In a backward pass, `receiver` gets the gradient once no step adds to it
 /// any more; the tensor itself gets none. A tensor that is not tracked is returned as it is. Call it where the forward
 /// pass first uses the tensor. `start` is that of the pass.

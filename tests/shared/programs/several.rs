@@ -1,7 +1,6 @@
 //! Programs with several models and one set of checkpoints.
 
 mod errors;
-mod trained;
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,7 +9,7 @@ use bonfire_testing::process::{Process, is_child, send_line};
 use burn::nn::LinearConfig;
 use burn::tensor::DType;
 
-use self::trained::{FORMS, Form, Saved, Trained, step_both};
+use super::trained::{FORMS, Form, Saved, Trained, step_both};
 use super::*;
 
 /// Steps of the whole training, and those after which it stops once.

@@ -6,11 +6,11 @@ use burn::optim::{AdamConfig, GradientsParams, SgdConfig};
 use super::*;
 
 /// A sequence of one to five tokens.
-fn length(sample: usize) -> usize {
+pub fn length(sample: usize) -> usize {
     1 + sample * 7 % 5
 }
 
-fn tokens(samples: &[usize]) -> usize {
+pub fn tokens(samples: &[usize]) -> usize {
     samples.iter().map(|sample| length(*sample)).sum()
 }
 
@@ -23,7 +23,7 @@ struct Read {
 }
 
 /// A batch of sequences, padded to the longest of them: `[samples, longest, columns]`.
-fn padded(samples: &[usize], columns: usize, padding: f64, token: impl Fn(usize, usize) -> f64) -> Tensor<3> {
+pub fn padded(samples: &[usize], columns: usize, padding: f64, token: impl Fn(usize, usize) -> f64) -> Tensor<3> {
     let longest = samples.iter().map(|sample| length(*sample)).max().unwrap_or(0);
     let mut values = Vec::new();
     for sample in samples {
@@ -50,7 +50,7 @@ impl Net {
 
     /// The mean over these samples' tokens.
     fn mean_of_tokens(&self, samples: &[usize]) -> Tensor<1> {
-        self.read(samples).errors / tokens(samples) as f64
+        mean_of(self.read(samples).errors, tokens(samples))
     }
 }
 

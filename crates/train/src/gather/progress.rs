@@ -140,7 +140,7 @@ impl GatherSteps {
         progress.problem = progress.problem.or(pass.problem);
         progress.needed.iter_mut().zip(&pass.needed).for_each(|(all, needed)| *all |= needed);
         if weight > 0.0 && !pass.received.contains(&true) {
-            progress.problem.get_or_insert(pass.agreement.header.without_gradients());
+            progress.problem.get_or_insert(Problem::NoGradients);
         }
         if weight > 0.0 {
             progress.exists.iter_mut().zip(&pass.received).for_each(|(exists, received)| *exists |= received);

@@ -18,8 +18,6 @@ pub enum Problem {
     Duplicate(usize),
     /// The rank has a weight, and no gradient has arrived.
     NoGradients,
-    /// The same, and no parameter of the model needs a gradient.
-    Untrained,
     /// Two backward passes have computed a gradient of the parameter in one pass of the step.
     Twice(usize),
     /// The gradient has another shape or element type than the parameter.
@@ -73,6 +71,8 @@ impl Problem {
 pub enum Refusal {
     /// No rank has samples.
     NoSamples,
+    /// No parameter of the model needs a gradient.
+    Untrained,
     /// A rank has a problem.
     Problem {
         /// The rank.
@@ -162,6 +162,11 @@ impl Refusal {
             Refusal::NoSamples => {
                 "no rank has any samples, so there is no mean; leave out such a step on all ranks".into()
             }
+            Refusal::Untrained => {
+                "the model has no parameters to train: it has none, or all are frozen; leave out such a step on all \
+                 ranks"
+                    .into()
+            }
             Refusal::Problem { rank, problem } => problem_reason(*rank, *problem, path),
             Refusal::Steps { first, rank, other } => format!(
                 "rank 0 has made {first} steps and rank {rank} {other}; load optimizer state of the same step on all \
@@ -245,7 +250,6 @@ fn problem_reason<'a>(rank: usize, problem: Problem, path: impl Fn(usize) -> &'a
             "rank {rank} has samples, and no gradient has arrived; run the backward pass of a loss that the pass's own \
              model has computed, and not a fork or a copy without gradients of it, before `finish`"
         ),
-        Problem::Untrained => "the model has no parameters to train".into(),
         Problem::Twice(position) => format!(
             "rank {rank} has two gradients of `{}` in one pass; run one backward pass for each: add the losses, or \
              begin a pass for each loss",

@@ -166,7 +166,7 @@ impl Last {
             }
         }
         if weight > 0.0 && self.order.is_empty() && direct.is_empty() {
-            problem.get_or_insert(self.agreement.header.without_gradients());
+            problem.get_or_insert(Problem::NoGradients);
         }
         let mut late = Vec::new();
         for (position, gradient) in direct.into_iter().filter(|_| weight > 0.0) {

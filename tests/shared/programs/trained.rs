@@ -1,26 +1,39 @@
-//! A model of several in training, in each form.
+//! A model in training, in each form.
 
 use std::path::Path;
 
 use bonfire::train::checkpoint::Named;
 use bonfire::{Checkpoints, Error, Group, Sharding, TrainingState};
-use burn::optim::AdamConfig;
+use burn::optim::{AdamConfig, GradientsParams};
 use burn::tensor::DType;
 
 use super::*;
 use crate::checkpoint_version::{Adam, TrainingOf};
 
-const RATE: f64 = 0.01;
+pub const RATE: f64 = 0.01;
 
-/// How the ranks hold models.
+/// How the ranks hold models, and exchange their gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Form {
+    /// In passes.
     Replicas,
+    /// After the backward pass.
+    Synced,
     Slices,
     Parts,
 }
 
+/// Those in passes.
 pub const FORMS: [Form; 3] = [Form::Replicas, Form::Slices, Form::Parts];
+
+pub const ALL_FORMS: [Form; 4] = [Form::Replicas, Form::Synced, Form::Slices, Form::Parts];
+
+impl Form {
+    /// Returns the batches of a rank's samples: some at a time, or all of them where there are no passes.
+    pub fn batches<T>(self, own: &[T]) -> std::slice::Chunks<'_, T> {
+        own.chunks(if self == Form::Synced { own.len().max(1) } else { 3 })
+    }
+}
 
 /// A model in training with its state, and what trains it.
 pub struct Trained<M: Model> {
@@ -30,6 +43,7 @@ pub struct Trained<M: Model> {
 
 enum By<M: Model> {
     Replicas(DataParallel),
+    Synced(DataParallel),
     Slices(ShardedAdam<M>),
     Parts(FullyShardedParallel),
 }
@@ -47,6 +61,7 @@ impl<M: Model + 'static> Trained<M> {
                 let (model, ddp) = DataParallel::new(group.clone(), model).unwrap();
                 let by = match form {
                     Form::Slices => By::Slices(ShardedOptimizer::new(&ddp, adam(), Sharding::All).unwrap()),
+                    Form::Synced => By::Synced(ddp),
                     _ => By::Replicas(ddp),
                 };
                 (model, by)
@@ -55,14 +70,29 @@ impl<M: Model + 'static> Trained<M> {
         Trained { state: TrainingState::new(model, adam(), RATE, ()), by }
     }
 
-    /// Makes a step of this model alone.
+    /// Makes a step of this model alone. Its loss is a mean over samples.
     pub fn step(&mut self, own: Vec<usize>, loss: impl Fn(&M, &[usize]) -> Tensor<1>) {
+        self.run(own.chunks(3), |model, own| (loss(model, own), own.len()));
+    }
+
+    /// Makes a step of this model alone. `loss` also returns what it is a mean over.
+    pub fn run<T>(&mut self, batches: impl IntoIterator<Item = T>, loss: impl Fn(&M, T) -> (Tensor<1>, usize)) {
         let Trained { state, by } = self;
-        let batches = own.chunks(3);
-        let loss = |model: &M, own: &[usize]| (loss(model, own), own.len());
         match by {
             By::Replicas(ddp) => {
                 let grads = ddp.run(&state.model, batches, loss).unwrap();
+                state.step(grads, BATCH);
+            }
+            By::Synced(ddp) => {
+                // Of one batch at most: of several, burn 0.21 might lose gradients.
+                let (grads, weight) = match batches.into_iter().next() {
+                    Some(batch) => {
+                        let (loss, weight) = loss(&state.model, batch);
+                        (GradientsParams::from_grads(loss.backward(), &state.model), weight)
+                    }
+                    None => (GradientsParams::new(), 0),
+                };
+                let grads = ddp.sync(&state.model, grads, weight).unwrap();
                 state.step(grads, BATCH);
             }
             By::Slices(optimizer) => {
