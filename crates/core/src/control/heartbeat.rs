@@ -94,8 +94,10 @@ pub(super) struct FailureDetector {
 /// A peer's silence, as this rank sees it.
 #[derive(Clone, Default)]
 struct Silence {
-    /// Ticks since its last message.
+    /// Ticks since its last message, or since it was known to have begun the group.
     ticks: u64,
+    /// Whether a message of it has arrived.
+    spoken: bool,
     /// Whether it is known to have begun the group.
     begun: bool,
     lost: bool,
@@ -110,7 +112,7 @@ impl FailureDetector {
 
     /// Starts to monitor `peer`, to which a connection was made after the start.
     pub fn reset(&mut self, peer: usize) {
-        self.peers[peer] = Silence { begun: true, ..Silence::default() };
+        self.peers[peer] = Silence { spoken: true, begun: true, ..Silence::default() };
     }
 
     /// Records a tick of this rank.
@@ -133,14 +135,16 @@ impl FailureDetector {
     }
 
     /// Updates a monitored peer at a tick of this rank. `begun`: all ranks are known to have begun the group; before, a
-    /// peer that has sent its first message may still be sending others theirs. Returns whether the peer is now
-    /// declared lost.
+    /// peer that has sent its first message may still be sending others theirs. From then on it sends heartbeats, and
+    /// has the shorter timeout even if it does not say another word. Returns whether the peer is now declared lost.
     pub fn check(&mut self, peer: usize, status: &GroupStatus, begun: bool) -> bool {
         let turns = self.turns();
         let HeartbeatTimeout { first, later } = self.timeout;
         let silence = &mut self.peers[peer];
-        if status.take_activity(peer) {
-            *silence = Silence { begun: silence.begun || begun, ..Silence::default() };
+        let speaks = status.take_activity(peer);
+        let begins = begun && !silence.begun && (speaks || silence.spoken);
+        if speaks || begins {
+            *silence = Silence { spoken: true, begun: silence.begun || begins, ..Silence::default() };
             return false;
         }
         silence.ticks += 1;
@@ -295,6 +299,20 @@ mod tests {
     #[test]
     fn a_peer_has_time_to_send_all_ranks_their_first_message() {
         assert_eq!(silent_until_lost(3, (Duration::ZERO, Duration::ZERO), false), 39);
+    }
+
+    /// It is stopped after its only message, which arrived before the last rank had begun.
+    #[test]
+    fn a_peer_that_is_silent_from_the_beginning_of_the_group_is_declared_lost_after_the_shorter_timeout() {
+        let status = GroupStatus::new(2).unwrap();
+        let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
+        status.record_activity(1);
+        let (begins, long) = (12, 10_000);
+        let lost = (0..long).find(|tick| detector.check(1, &status, *tick >= begins));
+        assert_eq!(lost, Some(begins + 19), "as if its last message had arrived when all had begun");
+        // One that has not spoken may still be connecting: that all others have begun says nothing of it.
+        let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
+        assert_eq!((0..long).find(|_| detector.check(1, &status, true)), Some(38));
     }
 
     #[test]
