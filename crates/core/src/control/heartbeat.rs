@@ -8,7 +8,8 @@
 //! With hundreds of ranks on a few processors, each message that a rank sends may wake a process which then runs before
 //! it, and a round of heartbeats to all takes as many turns of the processors. A thousand ranks on two cores took 25 ms
 //! for a turn. So a rank waits longer for its peers, by a turn for each rank of the group: as long as its own ticks are
-//! late, or if that is more, as long as so many processes on so few processors may take.
+//! late, or if that is more, as long as so many processes on so few processors may take. This time is not counted in
+//! ticks: they are late for the same reason, and a stopped rank would be noticed later by the square of it.
 
 use std::time::{Duration, Instant};
 
@@ -77,7 +78,8 @@ pub(super) struct Tick {
     pub suspended: bool,
 }
 
-/// Counts this rank's ticks since each peer's last message. The timeout is counted in ticks, not in time.
+/// Counts this rank's ticks since each peer's last message. The timeout is counted in ticks, not in time; what a busy
+/// machine adds to it is time.
 pub(super) struct FailureDetector {
     /// By rank.
     peers: Vec<Silence>,
@@ -89,6 +91,8 @@ pub(super) struct FailureDetector {
     turn: Duration,
     /// Ticks so far.
     ticks: u64,
+    /// The time between its ticks, without suspensions.
+    awake: Duration,
 }
 
 /// A peer's silence, as this rank sees it.
@@ -96,6 +100,8 @@ pub(super) struct FailureDetector {
 struct Silence {
     /// Ticks since its last message, or since it was known to have begun the group.
     ticks: u64,
+    /// How long this rank was awake until then.
+    since: Duration,
     /// Whether a message of it has arrived.
     spoken: bool,
     /// Whether it is known to have begun the group.
@@ -107,12 +113,12 @@ impl FailureDetector {
     /// `turn`: how long one turn of the processors takes at least.
     pub fn new(world_size: usize, timeout: HeartbeatTimeout, turn: Duration) -> FailureDetector {
         let peers = vec![Silence::default(); world_size];
-        FailureDetector { peers, timeout, last_tick: None, late: Duration::ZERO, turn, ticks: 0 }
+        FailureDetector { peers, timeout, last_tick: None, late: Duration::ZERO, turn, ticks: 0, awake: Duration::ZERO }
     }
 
     /// Starts to monitor `peer`, to which a connection was made after the start.
     pub fn reset(&mut self, peer: usize) {
-        self.peers[peer] = Silence { spoken: true, begun: true, ..Silence::default() };
+        self.peers[peer] = Silence { since: self.awake, spoken: true, begun: true, ..Silence::default() };
     }
 
     /// Records a tick of this rank.
@@ -122,6 +128,7 @@ impl FailureDetector {
         // A suspension says nothing about how busy the machine is.
         if let Some(since) = since.filter(|_| !suspended) {
             self.late = (3 * self.late + since.saturating_sub(TICK)) / 4;
+            self.awake += since;
         }
         let beats = self.ticks.is_multiple_of(TICKS_PER_HEARTBEAT) || suspended;
         // A rank that was suspended speaks at once.
@@ -144,12 +151,16 @@ impl FailureDetector {
         let speaks = status.take_activity(peer);
         let begins = begun && !silence.begun && (speaks || silence.spoken);
         if speaks || begins {
-            *silence = Silence { spoken: true, begun: silence.begun || begins, ..Silence::default() };
+            let begun = silence.begun || begins;
+            *silence = Silence { since: self.awake, spoken: true, begun, ..Silence::default() };
             return false;
         }
         silence.ticks += 1;
         let limit = if silence.begun { later } else { first.max(later) };
-        silence.lost = silence.ticks >= HeartbeatTimeout::silent_ticks(limit.saturating_add(turns));
+        // A tick less than the limit, as in `silent_ticks`.
+        let waited = (self.awake - silence.since).saturating_add(TICK);
+        silence.lost = silence.ticks >= HeartbeatTimeout::silent_ticks(limit)
+            && (turns.is_zero() || waited >= limit.saturating_add(turns));
         silence.lost
     }
 
@@ -289,9 +300,12 @@ mod tests {
         let (none, long) = (Duration::ZERO, Duration::from_millis(25));
         assert_eq!(silent_until_lost(1000, (none, none), true), 19);
         assert_eq!(silent_until_lost(2, (long, long), true), 19);
-        // 25 s more, less what rounding takes.
-        assert!((115..=119).contains(&silent_until_lost(1000, (long, none), true)));
+        // 25 s more, as in the next line, in ticks that are late.
+        assert!((105..=109).contains(&silent_until_lost(1000, (long, none), true)));
         assert_eq!(silent_until_lost(1000, (none, long), true), 119);
+        // A rank whose ticks come every half a second: twice the timeout, and not twice 8 s more as well.
+        let rank = silent_until_lost(32, (TICK, none), true);
+        assert!((24..=27).contains(&rank), "{rank}");
         assert_eq!(turn(1), none);
         assert!(turn(1_000_000) > none);
     }
