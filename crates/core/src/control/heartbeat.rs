@@ -8,7 +8,8 @@
 //! With hundreds of ranks on a few processors, each message that a rank sends may wake a process which then runs before
 //! it, and a round of heartbeats to all takes as many turns of the processors. A thousand ranks on two cores took 25 ms
 //! for a turn. So a rank waits longer for its peers, by a turn for each rank of the group: as long as its own ticks are
-//! late, or if that is more, as long as so many processes on so few processors may take.
+//! late, or if that is more, as long as so many processes on so few processors may take. This time is not counted in
+//! ticks: they are late for the same reason, and a stopped rank would be noticed later by the square of it.
 
 use std::time::{Duration, Instant};
 
@@ -77,7 +78,8 @@ pub(super) struct Tick {
     pub suspended: bool,
 }
 
-/// Counts this rank's ticks since each peer's last message. The timeout is counted in ticks, not in time.
+/// Counts this rank's ticks since each peer's last message. The timeout is counted in ticks, not in time; what a busy
+/// machine adds to it is time.
 pub(super) struct FailureDetector {
     /// By rank.
     peers: Vec<Silence>,
@@ -89,13 +91,19 @@ pub(super) struct FailureDetector {
     turn: Duration,
     /// Ticks so far.
     ticks: u64,
+    /// The time between its ticks, without suspensions.
+    awake: Duration,
 }
 
 /// A peer's silence, as this rank sees it.
 #[derive(Clone, Default)]
 struct Silence {
-    /// Ticks since its last message.
+    /// Ticks since its last message, or since it was known to have begun the group.
     ticks: u64,
+    /// How long this rank was awake until then.
+    since: Duration,
+    /// Whether a message of it has arrived.
+    spoken: bool,
     /// Whether it is known to have begun the group.
     begun: bool,
     lost: bool,
@@ -105,12 +113,12 @@ impl FailureDetector {
     /// `turn`: how long one turn of the processors takes at least.
     pub fn new(world_size: usize, timeout: HeartbeatTimeout, turn: Duration) -> FailureDetector {
         let peers = vec![Silence::default(); world_size];
-        FailureDetector { peers, timeout, last_tick: None, late: Duration::ZERO, turn, ticks: 0 }
+        FailureDetector { peers, timeout, last_tick: None, late: Duration::ZERO, turn, ticks: 0, awake: Duration::ZERO }
     }
 
     /// Starts to monitor `peer`, to which a connection was made after the start.
     pub fn reset(&mut self, peer: usize) {
-        self.peers[peer] = Silence { begun: true, ..Silence::default() };
+        self.peers[peer] = Silence { since: self.awake, spoken: true, begun: true, ..Silence::default() };
     }
 
     /// Records a tick of this rank.
@@ -120,6 +128,7 @@ impl FailureDetector {
         // A suspension says nothing about how busy the machine is.
         if let Some(since) = since.filter(|_| !suspended) {
             self.late = (3 * self.late + since.saturating_sub(TICK)) / 4;
+            self.awake += since;
         }
         let beats = self.ticks.is_multiple_of(TICKS_PER_HEARTBEAT) || suspended;
         // A rank that was suspended speaks at once.
@@ -133,19 +142,25 @@ impl FailureDetector {
     }
 
     /// Updates a monitored peer at a tick of this rank. `begun`: all ranks are known to have begun the group; before, a
-    /// peer that has sent its first message may still be sending others theirs. Returns whether the peer is now
-    /// declared lost.
+    /// peer that has sent its first message may still be sending others theirs. From then on it sends heartbeats, and
+    /// has the shorter timeout even if it does not say another word. Returns whether the peer is now declared lost.
     pub fn check(&mut self, peer: usize, status: &GroupStatus, begun: bool) -> bool {
         let turns = self.turns();
         let HeartbeatTimeout { first, later } = self.timeout;
         let silence = &mut self.peers[peer];
-        if status.take_activity(peer) {
-            *silence = Silence { begun: silence.begun || begun, ..Silence::default() };
+        let speaks = status.take_activity(peer);
+        let begins = begun && !silence.begun && (speaks || silence.spoken);
+        if speaks || begins {
+            let begun = silence.begun || begins;
+            *silence = Silence { since: self.awake, spoken: true, begun, ..Silence::default() };
             return false;
         }
         silence.ticks += 1;
         let limit = if silence.begun { later } else { first.max(later) };
-        silence.lost = silence.ticks >= HeartbeatTimeout::silent_ticks(limit.saturating_add(turns));
+        // A tick less than the limit, as in `silent_ticks`.
+        let waited = (self.awake - silence.since).saturating_add(TICK);
+        silence.lost = silence.ticks >= HeartbeatTimeout::silent_ticks(limit)
+            && (turns.is_zero() || waited >= limit.saturating_add(turns));
         silence.lost
     }
 
@@ -285,9 +300,12 @@ mod tests {
         let (none, long) = (Duration::ZERO, Duration::from_millis(25));
         assert_eq!(silent_until_lost(1000, (none, none), true), 19);
         assert_eq!(silent_until_lost(2, (long, long), true), 19);
-        // 25 s more, less what rounding takes.
-        assert!((115..=119).contains(&silent_until_lost(1000, (long, none), true)));
+        // 25 s more, as in the next line, in ticks that are late.
+        assert!((105..=109).contains(&silent_until_lost(1000, (long, none), true)));
         assert_eq!(silent_until_lost(1000, (none, long), true), 119);
+        // A rank whose ticks come every half a second: twice the timeout, and not twice 8 s more as well.
+        let rank = silent_until_lost(32, (TICK, none), true);
+        assert!((24..=27).contains(&rank), "{rank}");
         assert_eq!(turn(1), none);
         assert!(turn(1_000_000) > none);
     }
@@ -295,6 +313,20 @@ mod tests {
     #[test]
     fn a_peer_has_time_to_send_all_ranks_their_first_message() {
         assert_eq!(silent_until_lost(3, (Duration::ZERO, Duration::ZERO), false), 39);
+    }
+
+    /// It is stopped after its only message, which arrived before the last rank had begun.
+    #[test]
+    fn a_peer_that_is_silent_from_the_beginning_of_the_group_is_declared_lost_after_the_shorter_timeout() {
+        let status = GroupStatus::new(2).unwrap();
+        let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
+        status.record_activity(1);
+        let (begins, long) = (12, 10_000);
+        let lost = (0..long).find(|tick| detector.check(1, &status, *tick >= begins));
+        assert_eq!(lost, Some(begins + 19), "as if its last message had arrived when all had begun");
+        // One that has not spoken may still be connecting: that all others have begun says nothing of it.
+        let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
+        assert_eq!((0..long).find(|_| detector.check(1, &status, true)), Some(38));
     }
 
     #[test]

@@ -20,6 +20,9 @@ const MOMENT: Duration = Duration::from_secs(2);
 const ANSWER: Duration = Duration::from_secs(1);
 /// Interval between two checks for answers after a stall.
 const POLL: Duration = Duration::from_millis(20);
+/// The same for each rank of the group, where that is longer. A check looks at the calls of all ranks, all of which may
+/// stall on one machine: together they make at most 2,000 checks a second.
+const POLL_OF_EACH: Duration = Duration::from_micros(500);
 
 /// Monitors one operation on behalf of a thread that waits in it.
 pub(crate) struct Watch<'a> {
@@ -79,8 +82,14 @@ impl<'a> Watch<'a> {
     /// Returns how long to wait before the next [`tick`](Watch::tick).
     pub fn pause(&self) -> Duration {
         // Ask well before the deadline, so that the answers have arrived when its error names the missing ranks.
-        let next = if self.stalled { POLL } else { STALL_TIMEOUT.min(self.deadline.tenth()) };
+        let next = if self.stalled { self.poll() } else { STALL_TIMEOUT.min(self.deadline.tenth()) };
         next.min(self.deadline.remaining()).max(MIN_SLEEP)
+    }
+
+    /// The interval between two checks after a stall. Of the last tenth of a short deadline, some remain.
+    fn poll(&self) -> Duration {
+        let of_all = POLL_OF_EACH.saturating_mul(u32::try_from(self.status.world_size()).unwrap_or(u32::MAX));
+        POLL.max(of_all.min(self.deadline.tenth() / 4))
     }
 
     /// Call this while bytes keep moving between this rank and `peer`, so that no pause passes. Meanwhile the group may

@@ -290,6 +290,43 @@ fn ranks_that_wait_learn_which_ranks_have_begun_and_what_they_called() {
     }
 }
 
+/// Only rank 0 judges the others, and each of them judges rank 0. The victim sends its first message, with which the
+/// group begins for it, and is stopped at once. All ranks begin the group later than that.
+#[test]
+fn a_rank_that_is_stopped_before_all_have_begun_is_lost_after_the_shorter_timeout() {
+    // One that loses rank 0 dials the others.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let _within = runtime.enter();
+    for (judge, victim) in [(0, 1), (2, 0)] {
+        let mut network = Network::star(4, 1);
+        network.ranks.iter_mut().for_each(|rank| rank.greeted = vec![false; 4]);
+        let rank = &mut network.ranks[judge];
+        let long = HeartbeatTimeout { first: Duration::from_secs(3600), later: Duration::from_secs(5) };
+        rank.detector = FailureDetector::new(4, long, Duration::ZERO);
+        // As the task that reads the connection records it.
+        let hears = |rank: &mut Control, peer: usize, frame: Frame| {
+            rank.status.record_activity(peer);
+            rank.handle_frame(peer, frame);
+        };
+        hears(rank, victim, Frame::Own(Message::Heartbeat));
+        (0..40).for_each(|_| rank.tick());
+        assert!(rank.status.failure().is_none(), "ranks may connect for so long");
+        if judge == 0 {
+            (2..4).for_each(|peer| hears(rank, peer, Frame::Own(Message::Heartbeat)));
+        } else {
+            // It has heard no `Begun` from rank 0, but has completed a collective.
+            (0..2).for_each(|sequence| drop(rank.status.begin(&site(sequence, 1)).unwrap()));
+        }
+        let lost = (0..10_000).find(|_| {
+            rank.tick();
+            (2..4).for_each(|peer| rank.status.record_activity(peer));
+            rank.status.failure().is_some()
+        });
+        assert!(matches!(rank.status.failure(), Some((Fault::Lost { peer, .. }, _)) if peer == victim));
+        assert!(lost.is_some_and(|ticks| ticks <= 20), "{lost:?}");
+    }
+}
+
 /// What happens to a rank's connection to rank 0 in a group that survivors have agreed on.
 #[derive(Clone, Copy)]
 enum Happens {
