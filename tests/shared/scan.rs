@@ -40,8 +40,8 @@ pub fn gradients<B: Backend>(
     // The first state depends on no decay.
     let first = at::<B>(&states, 0);
     let mut of_decays = vec![B::float_sub(first.clone(), first)];
-    for place in 1..length {
-        of_decays.push(B::float_mul(of_inputs[place].clone(), at::<B>(&states, place - 1)));
+    for (place, of_input) in of_inputs.iter().enumerate().skip(1) {
+        of_decays.push(B::float_mul(of_input.clone(), at::<B>(&states, place - 1)));
     }
     [B::float_cat(of_decays, 1), B::float_cat(of_inputs, 1)]
 }
