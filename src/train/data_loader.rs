@@ -112,6 +112,9 @@ where
 /// #       assert!([16, 4].contains(&batch.dims()[0]));
 ///     }
 /// }
+/// // As burn's loader, without its trait.
+/// assert_eq!(loader.iter().count(), loader.num_batches());
+/// assert_eq!(loader.num_items(), 100);
 /// # Ok::<(), bonfire::Error>(())
 /// ```
 ///
@@ -151,6 +154,18 @@ where
         self.loader.epoch(epoch, self.dataset.len(), self.make())
     }
 
+    /// Begins the next epoch, as burn's [`DataLoader::iter`]. All ranks must call it. The iterator panics with the text
+    /// of the error that [`epoch`](Self::epoch) or its iterator would return.
+    #[track_caller]
+    pub fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
+        Box::new(Iter(self.loader.next_epoch(self.dataset.len(), self.make())))
+    }
+
+    /// Returns the number of this rank's samples in an epoch, as burn's [`DataLoader::num_items`].
+    pub fn num_items(&self) -> usize {
+        self.loader.samples()
+    }
+
     /// Returns the number of batches in an epoch, the same on all ranks.
     pub fn num_batches(&self) -> usize {
         self.loader.batches()
@@ -178,11 +193,11 @@ where
     O: Send + 'static,
 {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
-        Box::new(Iter(self.loader.next_epoch(self.dataset.len(), self.make())))
+        self.iter()
     }
 
     fn num_items(&self) -> usize {
-        self.loader.samples()
+        self.num_items()
     }
 
     fn to_device(&self, device: &B::Device) -> Arc<dyn DataLoader<B, O>> {

@@ -109,6 +109,9 @@ where
 /// #       assert!([16, 4].contains(&batch.dims()[0]));
 ///     }
 /// }
+/// // As burn's loader, without its trait.
+/// assert_eq!(loader.iter().map(Result::unwrap).count(), loader.num_batches());
+/// assert_eq!(loader.num_items(), 100);
 /// # Ok::<(), bonfire::Error>(())
 /// ```
 ///
@@ -147,6 +150,18 @@ where
         self.loader.epoch(epoch, self.dataset.len(), self.make())
     }
 
+    /// Begins the next epoch, as burn's [`DataLoader::iter`]. All ranks must call it. Its errors are those of
+    /// [`epoch`](Self::epoch) and its iterator.
+    #[track_caller]
+    pub fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
+        Box::new(Iter(self.loader.next_epoch(self.dataset.len(), self.make())))
+    }
+
+    /// Returns the number of this rank's samples in an epoch, as burn's [`DataLoader::num_items`].
+    pub fn num_items(&self) -> usize {
+        self.loader.samples()
+    }
+
     /// Returns the number of batches in an epoch, the same on all ranks.
     pub fn num_batches(&self) -> usize {
         self.loader.batches()
@@ -176,11 +191,11 @@ where
     O: Send + 'static,
 {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
-        Box::new(Iter(self.loader.next_epoch(self.dataset.len(), self.make())))
+        self.iter()
     }
 
     fn num_items(&self) -> usize {
-        self.loader.samples()
+        self.num_items()
     }
 
     fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<O>> {
