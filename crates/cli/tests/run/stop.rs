@@ -151,9 +151,12 @@ fn a_rank_that_dies_while_the_others_save_is_reported() {
     let [step, _] = expect(&mut run, "stopped after step ");
     assert_eq!(run.wait().code(), Some(128 + 15));
     let stderr = run.stderr();
-    let died = "bonfire: rank 1 was killed by SIGKILL before all had stopped\n";
+    // Rank 0 fails a millisecond after it, so the launcher may hear of either first. The report knows the cause.
+    let died = ["rank 1 was killed by SIGKILL", "rank 0 exited with status 1"];
+    let died = died.map(|how| format!("bonfire: {how} before all had stopped\n"));
     let first = "bonfire: rank 1 failed first: it was killed by SIGKILL";
-    let right = stderr.starts_with(&notes("SIGTERM", &step)) && stderr.contains(died) && stderr.contains(first);
+    let is_noted = died.iter().any(|note| stderr.contains(note));
+    let right = stderr.starts_with(&notes("SIGTERM", &step)) && is_noted && stderr.contains(first);
     assert!(right, "{stderr}");
 }
 
