@@ -195,13 +195,13 @@ fn a_collective_that_a_rank_which_left_has_not_begun_fails_at_once_and_one_that_
 #[test]
 fn of_ranks_that_left_one_that_has_not_begun_the_collective_is_the_cause() {
     let status = GroupStatus::new(5).unwrap();
-    status.mark_left(0, 2);
-    // Of the two that have not begun it, the first that left, and not the lowest.
+    status.mark_left(0, 3);
+    // Of the two that have not begun it, the one that left after fewer collectives, and not the lowest.
+    status.mark_left(3, 2);
     status.mark_left(4, 1);
-    status.mark_left(3, 1);
     status.mark_left(2, u64::MAX);
     for peer in [0, 2, 3, 4] {
-        assert!(matches!(status.absence_in(peer, &site(1, 1)), Some(Fault::Left { peer: 4 })));
+        assert!(matches!(status.absence_in(peer, &site(2, 1)), Some(Fault::Left { peer: 4 })));
     }
     assert!(matches!(status.absence_in(0, &site(0, 1)), Some(Fault::Left { peer: 0 })));
     let message = Site { sequence: 1, call: Call::new(Operation::Send, DType::U8, 1) };
