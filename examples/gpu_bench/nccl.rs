@@ -31,18 +31,12 @@ pub fn compare(report: &mut Report, extent: Extent) {
     }
     // One round of each measures all sizes.
     let by = |path| Measured::GroupCalls.by(path, extent);
-    let round = |_| Ok::<_, Failure>(by("nccl")?.into_iter().zip(by("kernels")?).collect());
-    let rounds: Result<Vec<Vec<(f64, f64)>>, Failure> = (0..report.rounds()).map(round).collect();
-    for (place, bytes) in SIZES.into_iter().enumerate() {
-        let what = format!("NCCL's time over ours, {bytes} bytes, 2 ranks, client API, wall");
-        let ratios = match &rounds {
-            Ok(rounds) => {
-                Ok(rounds.iter().filter_map(|round| round.get(place)).map(|(nccl, own)| nccl / own).collect())
-            }
-            Err(error) => Err(error.to_string().into()),
-        };
-        report.optional_values(what, "times", ratios);
-    }
+    let round = |_| -> Result<Vec<f64>, Failure> {
+        Ok(by("nccl")?.into_iter().zip(by("kernels")?).map(|(nccl, own)| nccl / own).collect())
+    };
+    let rounds = (0..report.rounds()).map(round).collect();
+    let name = |bytes| format!("NCCL's time over ours, {bytes} bytes, 2 ranks, client API, wall");
+    report.optional_figures(SIZES.map(name), "times", &rounds);
 }
 
 /// Returns the seconds of a group's all-reduce of each size.

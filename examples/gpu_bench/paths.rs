@@ -66,14 +66,9 @@ impl Measured {
 /// Reports what processes print, in microseconds.
 fn report_all(report: &mut Report, measured: Measured, extent: Extent, names: &[String]) {
     for path in ["kernels", "host"] {
-        let rounds: Result<Vec<_>, _> = (0..report.rounds()).map(|_| measured.by(path, extent)).collect();
-        for (place, name) in names.iter().enumerate() {
-            let values = match &rounds {
-                Ok(rounds) => Ok(rounds.iter().filter_map(|round| Some(1e6 * round.get(place)?)).collect()),
-                Err(error) => Err(error.to_string().into()),
-            };
-            report.optional_values(format!("{name}, {path}"), "us", values);
-        }
+        let micros = |seconds: Vec<f64>| -> Vec<f64> { seconds.into_iter().map(|seconds| 1e6 * seconds).collect() };
+        let rounds = (0..report.rounds()).map(|_| measured.by(path, extent).map(micros)).collect();
+        report.optional_figures(names.iter().map(|name| format!("{name}, {path}")), "us", &rounds);
     }
 }
 

@@ -81,6 +81,22 @@ impl Report {
         }
     }
 
+    /// Adds figures that were measured together: each round has a value for each name.
+    pub fn optional_figures<N: Into<String>, V: AsRef<[f64]>>(
+        &mut self,
+        names: impl IntoIterator<Item = N>,
+        unit: &'static str,
+        rounds: &Result<Vec<V>, Failure>,
+    ) {
+        for (place, name) in names.into_iter().enumerate() {
+            let values = match rounds {
+                Ok(rounds) => Ok(rounds.iter().filter_map(|round| round.as_ref().get(place).copied()).collect()),
+                Err(error) => Err(error.to_string().into()),
+            };
+            self.optional_values(name.into(), unit, values);
+        }
+    }
+
     fn add(&mut self, what: String, unit: &'static str, goal: Goal, values: Result<Vec<f64>, Failure>) {
         let (values, error) = match values {
             Ok(values) => (values, None),

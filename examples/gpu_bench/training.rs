@@ -1,6 +1,5 @@
 //! Training steps of burn's on two logical devices of one GPU.
 
-use std::thread;
 use std::time::Instant;
 
 use bonfire::{Cuda, CudaDevice, DataParallel, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
@@ -55,27 +54,16 @@ impl Network<B> {
 /// Measures a step of Adam's of a model with 150 tensors, `largest` bytes in all, in each way to share the work.
 pub fn steps(report: &mut Report, extent: Extent) {
     let width = (extent.largest / 4 / LAYERS).isqrt();
-    let times = measured(width, report.rounds(), extent.calls.div_ceil(100));
-    for (way, name) in WAYS.into_iter().enumerate() {
-        let what = format!("a step of 150 tensors, {} MiB, {RANKS} ranks: {name}", extent.largest >> 20);
-        let values = match &times {
-            Ok(rounds) => Ok(rounds.iter().map(|round| 1e3 * round[way]).collect()),
-            Err(error) => Err(error.to_string().into()),
-        };
-        report.optional_values(what, "ms", values);
-    }
+    let (rounds, calls) = (report.rounds(), extent.calls.div_ceil(100));
+    let times = measured(width, rounds, calls);
+    let name = |way| format!("a step of 150 tensors, {} MiB, {RANKS} ranks: {way}", extent.largest >> 20);
+    report.optional_figures(WAYS.map(name), "ms", &times);
 }
 
-/// Returns the seconds of a step, in each round and each way, of the slower rank.
+/// Returns the milliseconds of a step, in each round and each way, of the slower rank.
 fn measured(width: usize, rounds: usize, steps: usize) -> Result<Vec<[f64; WAYS.len()]>, Failure> {
-    let groups = Group::threads(RANKS)?;
-    let ranks = thread::scope(|scope| {
-        let start = |group| scope.spawn(move || rank(&group, width, rounds, steps));
-        let ranks: Vec<_> = groups.into_iter().map(start).collect();
-        let ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
-        ended.collect::<Result<Vec<_>, _>>()
-    })?;
-    let slower = |round: usize, way: usize| ranks.iter().map(|times| times[round][way]).fold(0.0, f64::max);
+    let ranks = bonfire::launch::run(Group::threads(RANKS)?, move |group| rank(&group, width, rounds, steps))?;
+    let slower = |round: usize, way: usize| ranks.iter().map(|times| 1e3 * times[round][way]).fold(0.0, f64::max);
     Ok((0..rounds).map(|round| std::array::from_fn(|way| slower(round, way))).collect())
 }
 

@@ -2,15 +2,13 @@
 //! state[t - 1] + input[t]` along the second dimension. `burn-0.22/tests/common/scan_version.rs` has the same for burn
 //! 0.22.
 
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, OpsKind};
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::TensorPrimitive;
 
 use crate::burn_version::{Tensor, Training};
-use crate::shared::scan::{gradients, states};
+use crate::shared::scan::{Scan, states};
 
 pub use burn::tensor::TensorMetadata;
 pub use burn::tensor::backend::Backend;
@@ -21,7 +19,7 @@ pub fn scan(decay: Tensor<3>, input: Tensor<3>) -> Tensor<3> {
     Tensor::from_primitive(TensorPrimitive::Float(Training::scan(decay, input)))
 }
 
-trait ScanOps: Backend {
+pub trait ScanOps: Backend {
     fn scan(decay: FloatTensor<Self>, input: FloatTensor<Self>) -> FloatTensor<Self>;
 }
 
@@ -37,24 +35,6 @@ impl<B: ScanOps, C: CheckpointStrategy> ScanOps for Autodiff<B, C> {
         match Scan.prepare::<C>([decay.node, input.node]).compute_bound().stateful() {
             OpsKind::Tracked(prepared) => prepared.finish((decay.primitive, states.clone()), states),
             OpsKind::UnTracked(prepared) => prepared.finish(states),
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Scan;
-
-impl<B: ScanOps> Backward<B, 2> for Scan {
-    /// The decay and the states.
-    type State = (FloatTensor<B>, FloatTensor<B>);
-
-    fn backward(self, ops: Ops<Self::State, 2>, of: &mut Gradients, _: &mut Checkpointer) {
-        let (decay, states) = ops.state;
-        let gradients = gradients::<B>(decay, states, of.consume::<B>(&ops.node));
-        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let Some(parent) = parent {
-                of.register::<B>(parent.id, gradient);
-            }
         }
     }
 }

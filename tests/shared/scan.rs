@@ -1,8 +1,11 @@
-//! The recurrence of `scan_version` and its gradients, on a backend without autodiff.
+//! The recurrence of `scan_version`, and its backward step.
 
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops};
 use burn::tensor::Slice;
 
-use crate::scan_version::{Backend, FloatTensor, TensorMetadata};
+use crate::scan_version::{Backend, FloatTensor, ScanOps, TensorMetadata};
 
 /// A place of a sequence, of `[samples, length, width]`.
 fn at<B: Backend>(tensor: &FloatTensor<B>, place: usize) -> FloatTensor<B> {
@@ -25,7 +28,7 @@ pub fn states<B: Backend>(decay: FloatTensor<B>, input: FloatTensor<B>) -> Float
 }
 
 /// Returns the gradients of the decay and the input, of that of the states.
-pub fn gradients<B: Backend>(
+fn gradients<B: Backend>(
     decay: FloatTensor<B>,
     states: FloatTensor<B>,
     gradient: FloatTensor<B>,
@@ -44,4 +47,23 @@ pub fn gradients<B: Backend>(
         of_decays.push(B::float_mul(of_input.clone(), at::<B>(&states, place - 1)));
     }
     [B::float_cat(of_decays, 1), B::float_cat(of_inputs, 1)]
+}
+
+/// The backward step.
+#[derive(Debug)]
+pub struct Scan;
+
+impl<B: ScanOps> Backward<B, 2> for Scan {
+    /// The decay and the states.
+    type State = (FloatTensor<B>, FloatTensor<B>);
+
+    fn backward(self, ops: Ops<Self::State, 2>, of: &mut Gradients, _: &mut Checkpointer) {
+        let (decay, states) = ops.state;
+        let gradients = gradients::<B>(decay, states, of.consume::<B>(&ops.node));
+        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
+            if let Some(parent) = parent {
+                of.register::<B>(parent.id, gradient);
+            }
+        }
+    }
 }

@@ -1,14 +1,12 @@
 //! An operation of a program's own with its backward step, as burn 0.22 has them. `tests/common/scan_version.rs` of the
 //! root package has the same for burn 0.21, and says what it computes.
 
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, OpsKind};
 use burn::backend::{Autodiff, Dispatch, Flex, backend_extension};
 
 use crate::burn_version::Tensor;
-use crate::shared::scan::{gradients, states};
+use crate::shared::scan::{Scan, states};
 
 pub use burn::backend::tensor::FloatTensor;
 pub use burn::backend::{Backend, TensorMetadata};
@@ -36,23 +34,6 @@ impl<B: ScanOps, C: CheckpointStrategy> ScanOps for Autodiff<B, C> {
         match Scan.prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prepared) => prepared.finish((decay, states.clone()), states),
             OpsKind::UnTracked(prepared) => prepared.finish(states),
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Scan;
-
-impl<B: ScanOps> Backward<B, 2> for Scan {
-    type State = (FloatTensor<B>, FloatTensor<B>);
-
-    fn backward(self, ops: Ops<Self::State, 2>, of: &mut Gradients, _: &mut Checkpointer) {
-        let (decay, states) = ops.state;
-        let gradients = gradients::<B>(decay, states, of.consume::<B>(&ops.node));
-        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let Some(parent) = parent {
-                of.register::<B>(parent.id, gradient);
-            }
         }
     }
 }
