@@ -14,7 +14,8 @@
 //! The number counts the nodes of all threads, which does no harm: only the order within a graph matters. But rungs are
 //! nodes too. They are not counted: otherwise the ladders of ranks that are threads would drive each other up.
 //!
-//! The step of a differentiable collective is here too: it makes one gradient of another where burn runs it.
+//! The step of a differentiable collective is here too: it makes one gradient of another where burn runs it. The
+//! collective itself runs on the value of its tensor, outside of burn's dispatch, so that it can return an error.
 //!
 //! burn-autodiff keeps a graph for each set of connected nodes, and joins two graphs by moving all nodes of one of
 //! them. A hook that joins the graph of the pass where its parameter is used would take time in proportion to the pass

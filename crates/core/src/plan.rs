@@ -10,6 +10,9 @@
 //! A rank ends a plan only after a chain of messages has reached it from every other rank. If a rank called something
 //! else, the first message of its chain carries another tag, and the receiver detects the mismatch. Where data flows
 //! one way, the empty messages of [`Plan::agree`] form the chains.
+//!
+//! Tags carry no number of a step, because the ranks of one operation run different numbers of steps. Messages between
+//! two ranks arrive in order, and the tests check that both sides agree on each.
 
 mod by_size;
 mod direct;

@@ -15,6 +15,20 @@
 //! when its own backward pass needs the block before. So a rank whose backward pass has ended keeps no other waiting,
 //! whatever locks it waits for. The backward pass of a rank that is a process also waits, with its first gradient for
 //! the weights of all ranks, and before it gathers the next block for gradients in flight.
+//!
+//! A gather is an all-gather of bytes, whatever the element types are. The gradients of a block are one reduce-scatter
+//! for each element type, in another group, so that a gather never waits behind gradients.
+//!
+//! # Why the waits form no cycle
+//! A rank starts to gather the block that it needs before it waits for gradients, and sends a bucket as soon as its
+//! last gradient is complete. For that it rather waits in the hook for the headers and weights of all ranks, which they
+//! send before their backward passes. So whatever the rank that is furthest behind needs, the others have started, also
+//! where one backward pass goes through several sharded models.
+//!
+//! This supposes that a rank gets the gradients of all parameters that it has used. One that lacks a gradient sends
+//! that bucket at the end of its pass. So the others wait for a tenth of the deadline only, and then go on with more
+//! gradients in memory; on devices, which do not say whether an operation is finished, they wait until the deadline. In
+//! later steps, blocks that were incomplete on a rank come last.
 
 mod blocks;
 mod history;

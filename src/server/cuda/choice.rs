@@ -151,7 +151,7 @@ pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
         (Operation::AllToAll, _) => Form::AllToAll,
         (Operation::Gather, _) => Form::Gather,
         (Operation::Scatter, _) => Form::Scatter,
-        // A reduce is an all-reduce whose results the other ranks drop.
+        // A reduce is an all-reduce whose results the other ranks drop: too rare in training for kernels of its own.
         (Operation::AllReduce | Operation::Reduce, mode) => all_reduce_form(mode, bytes, *push, *one_shot),
         _ => return None,
     };

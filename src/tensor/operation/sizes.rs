@@ -1,4 +1,7 @@
 //! Sizes of the parts that the ranks exchange on devices.
+//!
+//! The ranks of an all_to_all_v exchange them even if the caller knows its own, because all ranks must choose slots of
+//! one length. So sizes that do not match are an error on all ranks, and the group remains usable.
 
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation};

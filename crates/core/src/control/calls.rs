@@ -5,6 +5,8 @@
 //! every rank answers it once, and those that asked get the answers of many ranks in one message. A rank that begins
 //! late costs a message to each of them, so partial tables go out at a limited rate. A complete table goes out at once:
 //! only that one decides whether there is a mismatch.
+//!
+//! The alternative, that every rank reports each call, would put a message on the path of operations that do not wait.
 
 use std::time::Duration;
 

@@ -9,7 +9,8 @@
 //! Once rank 0 has left in order, most likely the job ends. So a rank connects to the others only when it exchanges
 //! messages with one of them, waits for longer than a moment in a collective that rank 0 has begun, fails, or invites
 //! others to a subgroup. Then it dials the lower ranks and knocks at the higher ones, which dial it. Ranks that do none
-//! of this keep the few connections that they have.
+//! of this keep the few connections that they have: 200 ranks would otherwise open 20,000 connections in their last
+//! second.
 //!
 //! A goodbye says how many collectives its sender has begun. A rank in a later one, or that calls one, fails at once,
 //! as do all others by the same goodbye: it need not tell them, nor connect to them for it.

@@ -1,4 +1,8 @@
 //! The path of every operation through its group, and what a failure does to the group.
+//!
+//! # Limits
+//! A rank that arrives in an operation at the moment in which the others time out may complete it, and learns of the
+//! failure at its next call. Only a commit round could close this gap.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -123,7 +123,7 @@ impl Group {
         self.core.world_size()
     }
 
-    /// Returns how long an operation of this handle may take, from its turn on: 300 s unless
+    /// Returns how long an operation of this handle may take, from its call on: 300 s unless
     /// [`with_deadline`](Self::with_deadline), [`Builder::deadline`](crate::Builder::deadline) or, in groups from the
     /// environment, `BONFIRE_DEADLINE` set another time.
     #[inline]

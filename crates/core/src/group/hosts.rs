@@ -10,6 +10,17 @@
 //! host need not be consecutive: all_gather and reduce_scatter go through a copy in host-major order where they are
 //! not.
 //!
+//! # Phases
+//! | operation | per host | cross-host | per host |
+//! |---|---|---|---|
+//! | all_reduce, all ranks leaders | reduce_scatter | all_reduce of each leader's part | all_gather |
+//! | all_reduce otherwise | reduce | all_reduce | broadcast |
+//! | reduce | reduce | reduce; the root leads | barrier |
+//! | broadcast | barrier | broadcast; the root leads | broadcast |
+//! | all_gather | all_gather | all_gather of the hosts' parts | broadcast |
+//! | reduce_scatter | reduce | reduce_scatter of the hosts' parts | broadcast |
+//! | barrier | barrier | barrier | barrier |
+//!
 //! # Why 16-bit floats cross as f32
 //!
 //! Partial sums cross between hosts in the type of their accumulator: f16 and bf16 as f32. The leader that has the

@@ -5,6 +5,10 @@
 //! them; they enter the journal. While a thread is in such a function, operations are recorded with the line where
 //! the program calls that function. So errors and traces name lines of the program, also for what runs in closures,
 //! hooks and layers of a model, whose callers are not the program.
+//!
+//! A rank that waits asks the others after a tenth of its deadline, and again before it passes (`control/watch.rs`).
+//! Their control threads answer at once. If all missing ranks wait in functions that the asking rank is not in, more
+//! time does not help, and the error does not propose it.
 
 use std::cell::Cell;
 use std::marker::PhantomData;

@@ -1,5 +1,7 @@
 //! Requests: what a rank calls, and what the operation requires of its buffers. All forms of an operation check their
 //! arguments against this one description.
+//!
+//! The public functions are written out in a line or two each and not generated, so each has a page and an example.
 
 use super::check;
 use crate::transport::Buffers;

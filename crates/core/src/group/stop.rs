@@ -3,6 +3,10 @@
 //! A signal reaches one process, at any moment, and all ranks must stop after the same step. So the signal only sets a
 //! word here. Each rank sends the word with its next step, the ranks evaluate the words of all, and after this step the
 //! program of each rank hears the same answer when it asks.
+//!
+//! The word is in the trailer of a step, which every form of training exchanges once, whatever passes a rank runs. In
+//! the header it would be a step older: a signal that arrives during a long step would have to wait for the end of the
+//! next one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -3,6 +3,9 @@
 //!
 //! They are unit tests on the crate's own modules. Modules that loom cannot run have replacements here: `primitives`,
 //! `reduce`, `segment` and `futex`.
+//!
+//! They do not show what the system does: mappings, pages that are replaced, sleeps of 200 ms. And the code itself has
+//! run on x86 only.
 
 mod bell;
 pub(crate) mod memory;

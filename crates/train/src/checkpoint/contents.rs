@@ -1,4 +1,6 @@
 //! What a set holds, by name and type: loading it into something else is an error that names both.
+//!
+//! burn's records do not say it: that of a cosine schedule is a bare number, which a linear one takes as its own.
 
 use std::fmt;
 

@@ -4,6 +4,8 @@
 //! it is of, and for each tensor the whole shape, where the range starts, and a checksum of its bytes. The manifest has
 //! the length of each file and the checksum of its header, so damage, truncated files and files of another save are
 //! found before anything is used.
+//!
+//! burn's records would be a form that only burn reads, as a whole, with 32 bits for a length.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;

@@ -3,6 +3,9 @@
 //! Models that train together, such as a generator and a critic, have a state each, and belong together: a set has all
 //! or none. What one of them saves does not know of the others: its names in the set begin with its own, as in
 //! `critic/model/PATH`, and what it loads from is the part of the set under it.
+//!
+//! One state with several models would need optimizers of several types in it, for which a tuple cannot implement burn
+//! 0.21's trait. And a program with one model would have the type parameters of several.
 
 use std::collections::BTreeSet;
 

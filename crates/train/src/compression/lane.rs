@@ -1,4 +1,9 @@
 //! All-reduces of buckets that travel compressed.
+//!
+//! A compressed bucket is two started operations: an all-to-all that brings all ranks' parts of a shard to its owner,
+//! and an all-gather of the sums. An all-gather of whole buckets would send `n / 2` times as much with `n` ranks. The
+//! encoding runs where an operation fetches its bytes, on the group's progress thread, so no hook computes or waits for
+//! it. What it loses is kept by parameter and not by bucket, so it survives another bucket size.
 
 use std::collections::HashMap;
 use std::mem::{replace, take};

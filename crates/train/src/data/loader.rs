@@ -1,5 +1,10 @@
 //! Batches of a rank's samples, in the order of a [`ShardedSampler`]: what a data loader does that needs no tensor
 //! library. An adapter says how a batch is made of samples.
+//!
+//! Making a loader communicates nothing, so one thread may make those of several ranks. An epoch begins with a small
+//! all-gather of what is wrong on each rank and one of what each samples, so a data set that is empty or too short is
+//! an error on all ranks before the first batch. A batch that cannot be made is known in the middle of a step of the
+//! others: it fails the group.
 
 mod ordered;
 mod strategy;

@@ -7,7 +7,9 @@
 //! A digest reads the parameters once, about as fast as memory is read, and each rank adds two words to a message that
 //! it sends anyway. An exchange of gradients moves each element several times. Every 64th step, a digest adds less than
 //! one percent to the exchange, so it has no setting. On the host a small model is compared more often, for a few
-//! microseconds per step. On devices it is not: reading parameters waits until the device has done all that is queued.
+//! microseconds per step: first attempts are small and short, and their mistakes must not wait for a 64th step that
+//! never comes. On devices it is not: reading parameters waits until the device has done all that is queued. The digest
+//! of ResNet-50's 102 MB takes 6 ms, the exchange of its gradients 24 to 39 ms; that of 64 KiB takes 4 µs.
 //!
 //! A save reads all that a rank has, not only the share that the rank writes, and sends the names and digests: 50 to
 //! 100 bytes for each tensor.

@@ -39,6 +39,8 @@
 //! run them with ranks that die, lose or leave out each other, also wrongly, and repeat their calls, at any moment.
 //! Their first runs found a schedule with one wrong suspicion and one death after which two groups went on. The rules
 //! on which ranks have certainly ended come from it.
+//!
+//! The purpose is that of `MPI_Comm_shrink` of ULFM (User Level Failure Mitigation, an extension of MPI).
 
 use std::collections::{BTreeMap, BTreeSet};
 

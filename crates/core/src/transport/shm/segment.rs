@@ -60,7 +60,8 @@ const CHECKED: u64 = 64 << 20;
 /// Bytes that are left to the rest of the program.
 const RESERVE: u64 = 16 << 20;
 
-/// Bytes of shares up to which each rank takes the page faults of all: those of about 60 ranks.
+/// Bytes of shares up to which each rank takes the page faults of all: those of about 60 ranks. If each of 256 ranks
+/// takes those of all 265 MiB, that lasts 5 s on two cores.
 const POPULATED: usize = 64 << 20;
 
 /// Offset of a rank's window in its share, behind the control part.
