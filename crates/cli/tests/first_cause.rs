@@ -13,7 +13,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 
 use bonfire_testing::in_parallel;
-use faults::{Cgroup, FAULTS, Fault, LEAVES, STUCK, rank};
+use faults::{Cgroup, FAULTS, Fault, HANGS, LEAVES, rank};
 
 /// Ranks of a run.
 const RANKS: usize = 3;
@@ -110,7 +110,7 @@ fn hang() -> Result<(), String> {
         "it exited with status 1 after the error: all_reduce(f32 x 1000, mean) #20 timed out",
         "bonfire:   rank 2: killed by SIGTERM, sent by the launcher\n",
         &format!("else `bonfire trace {folder}` says what each rank did"),
-        &format!(" rank 2, which was killed by SIGTERM, sent by the launcher; its last line:\n  | {STUCK}\n"),
+        &format!(" rank 2, which was killed by SIGTERM, sent by the launcher; its last line:\n  | {HANGS}\n"),
     ];
     let right = status == Some(1) && wanted.iter().all(|part| stderr.contains(part));
     let once = stderr.matches(" has waited ").count() == 1 && !stderr.contains("set BONFIRE_TRACE");

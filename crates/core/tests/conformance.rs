@@ -3,8 +3,8 @@
 
 #[path = "conformance/matrix.rs"]
 mod matrix;
-#[path = "conformance/varied.rs"]
-mod varied;
+#[path = "conformance/variable_size.rs"]
+mod variable_size;
 
 use bonfire_core::{Algorithm, Error, Group, Selection, TransportKind};
 use bonfire_testing::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
@@ -21,7 +21,7 @@ fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
             move |group| {
                 check_all_types(&group, &lengths(n));
                 check::<f32>(&group, 200_003);
-                varied::check::<f32>(&group, 100_003);
+                variable_size::check::<f32>(&group, 100_003);
                 check::<f16>(&group, 300_001);
             },
         );
@@ -41,7 +41,7 @@ fn algorithms(kind: Kind, worlds: impl IntoIterator<Item = usize>) {
                         check::<f32>(&group, len);
                         check::<bf16>(&group, len);
                         check::<i32>(&group, len);
-                        varied::check_sizes::<f32>(&group, len);
+                        variable_size::check_sizes::<f32>(&group, len);
                     }
                 },
             );
@@ -82,7 +82,7 @@ fn shm_in_many_chunks() {
         run_ranks(Kind::Shm, n, |group| {
             for len in [4096, 4097, 5461, 5462, 8191, 8192, 8193, 65_537, 1_000_003, 3000, 400_000] {
                 check::<f32>(&group, len);
-                varied::check::<f32>(&group, len);
+                variable_size::check::<f32>(&group, len);
             }
             check::<f64>(&group, 300_001);
             check::<i8>(&group, 1_500_001);
@@ -118,7 +118,7 @@ fn batches() {
         for n in [1, 2, 5] {
             run_ranks(kind, n, move |group| {
                 for len in [0, 3, 1000] {
-                    varied::check_batch(&group, len);
+                    variable_size::check_batch(&group, len);
                 }
             });
         }
@@ -195,7 +195,7 @@ fn engine_and_plans_alternate() {
                         for len in [0, 1, 9, 10, 11, 1000, 24_999, 25_000, 70_001, 7] {
                             check::<f32>(&group, len);
                             check::<f16>(&group, len);
-                            varied::check::<f16>(&group, len);
+                            variable_size::check::<f16>(&group, len);
                         }
                     },
                 );

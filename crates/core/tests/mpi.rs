@@ -4,8 +4,8 @@
 
 #[path = "conformance/matrix.rs"]
 mod matrix;
-#[path = "conformance/varied.rs"]
-mod varied;
+#[path = "conformance/variable_size.rs"]
+mod variable_size;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -97,10 +97,10 @@ fn all_operations_types_and_lengths() {
         let group = builder.connect().unwrap();
         check_all_types(&group, &lengths(group.world_size()));
         check::<f32>(&group, 200_003);
-        varied::check::<f32>(&group, 100_003);
+        variable_size::check::<f32>(&group, 100_003);
         check::<f16>(&group, 300_001);
         for len in [0, 3, 1000] {
-            varied::check_batch(&group, len);
+            variable_size::check_batch(&group, len);
         }
     });
 }

@@ -20,7 +20,7 @@
 //! for what a program does. So all times are settled, the call with the earliest one comes first in all its queues and
 //! is launched on all its GPUs, and by induction every other call. If a rank fails instead, its group's calls leave the
 //! queues when that is noticed. Until then the calls of other groups would wait for one that never comes, so they wait
-//! for [`PATIENCE`] at most.
+//! for [`TIMEOUT`] at most.
 //!
 //! # Limits
 //! Messages that NCCL carries have no place in the order: only two ranks know of one, and around a ring of exchanges a
@@ -36,7 +36,7 @@ use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 
 /// How long a call waits for those before it. Launching takes microseconds, unless NCCL connects ranks.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A call's place in the queue of a GPU. Places are ordered by time, and then by group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -71,7 +71,7 @@ fn wait_until_first(
     deadline: &Deadline,
     failure: impl Fn() -> Option<Error>,
 ) -> Result<(), Error> {
-    let limit = PATIENCE.min(deadline.remaining());
+    let limit = TIMEOUT.min(deadline.remaining());
     let patience = Deadline::after(limit);
     let mut queues = lock(&QUEUES);
     loop {

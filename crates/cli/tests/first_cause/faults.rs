@@ -80,7 +80,7 @@ fn use_memory() {
 pub const LEAVES: &str = "leaves";
 
 /// What a victim that hangs prints last.
-pub const STUCK: &str = "waiting for nothing";
+pub const HANGS: &str = "waiting for nothing";
 
 /// A control group with little memory. Dropping it removes it: its processes have ended by then.
 pub struct Cgroup(pub PathBuf);
@@ -133,7 +133,7 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
                 Some(fault) => (fault.fail)(),
                 // A hang.
                 None => {
-                    println!("{STUCK}");
+                    println!("{HANGS}");
                     loop {
                         thread::park();
                     }

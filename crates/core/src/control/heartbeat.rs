@@ -82,7 +82,7 @@ pub(super) struct Tick {
 /// machine adds to it is time.
 pub(super) struct FailureDetector {
     /// By rank.
-    peers: Vec<Silence>,
+    peers: Vec<LastSeen>,
     timeout: HeartbeatTimeout,
     last_tick: Option<Instant>,
     /// How late the last ticks were, on average.
@@ -95,15 +95,15 @@ pub(super) struct FailureDetector {
     awake: Duration,
 }
 
-/// A peer's silence, as this rank sees it.
+/// What this rank knows of a peer.
 #[derive(Clone, Default)]
-struct Silence {
+struct LastSeen {
     /// Ticks since its last message, or since it was known to have begun the group.
     ticks: u64,
     /// How long this rank was awake until then.
     since: Duration,
     /// Whether a message of it has arrived.
-    spoken: bool,
+    heard: bool,
     /// Whether it is known to have begun the group.
     begun: bool,
     lost: bool,
@@ -112,13 +112,13 @@ struct Silence {
 impl FailureDetector {
     /// `turn`: how long one turn of the processors takes at least.
     pub fn new(world_size: usize, timeout: HeartbeatTimeout, turn: Duration) -> FailureDetector {
-        let peers = vec![Silence::default(); world_size];
+        let peers = vec![LastSeen::default(); world_size];
         FailureDetector { peers, timeout, last_tick: None, late: Duration::ZERO, turn, ticks: 0, awake: Duration::ZERO }
     }
 
     /// Starts to monitor `peer`, to which a connection was made after the start.
     pub fn reset(&mut self, peer: usize) {
-        self.peers[peer] = Silence { since: self.awake, spoken: true, begun: true, ..Silence::default() };
+        self.peers[peer] = LastSeen { since: self.awake, heard: true, begun: true, ..LastSeen::default() };
     }
 
     /// Records a tick of this rank.
@@ -131,7 +131,7 @@ impl FailureDetector {
             self.awake += since;
         }
         let beats = self.ticks.is_multiple_of(TICKS_PER_HEARTBEAT) || suspended;
-        // A rank that was suspended speaks at once.
+        // A rank that was suspended sends one at once.
         self.ticks = if suspended { 1 } else { self.ticks + 1 };
         Tick { beats, suspended }
     }
@@ -143,25 +143,25 @@ impl FailureDetector {
 
     /// Updates a monitored peer at a tick of this rank. `begun`: all ranks are known to have begun the group; before, a
     /// peer that has sent its first message may still be sending others theirs. From then on it sends heartbeats, and
-    /// has the shorter timeout even if it does not say another word. Returns whether the peer is now declared lost.
+    /// has the shorter timeout even if it sends nothing more. Returns whether the peer is now declared lost.
     pub fn check(&mut self, peer: usize, status: &GroupStatus, begun: bool) -> bool {
         let turns = self.turns();
         let HeartbeatTimeout { first, later } = self.timeout;
-        let silence = &mut self.peers[peer];
-        let speaks = status.take_activity(peer);
-        let begins = begun && !silence.begun && (speaks || silence.spoken);
-        if speaks || begins {
-            let begun = silence.begun || begins;
-            *silence = Silence { since: self.awake, spoken: true, begun, ..Silence::default() };
+        let seen = &mut self.peers[peer];
+        let sent = status.take_activity(peer);
+        let begins = begun && !seen.begun && (sent || seen.heard);
+        if sent || begins {
+            let begun = seen.begun || begins;
+            *seen = LastSeen { since: self.awake, heard: true, begun, ..LastSeen::default() };
             return false;
         }
-        silence.ticks += 1;
-        let limit = if silence.begun { later } else { first.max(later) };
+        seen.ticks += 1;
+        let limit = if seen.begun { later } else { first.max(later) };
         // A tick less than the limit, as in `silent_ticks`.
-        let waited = (self.awake - silence.since).saturating_add(TICK);
-        silence.lost = silence.ticks >= HeartbeatTimeout::silent_ticks(limit)
+        let waited = (self.awake - seen.since).saturating_add(TICK);
+        seen.lost = seen.ticks >= HeartbeatTimeout::silent_ticks(limit)
             && (turns.is_zero() || waited >= limit.saturating_add(turns));
-        silence.lost
+        seen.lost
     }
 
     /// Returns how long a message to each rank may take longer than it should, because others run between two of them.
@@ -232,12 +232,12 @@ mod tests {
         let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
         let (last, resumed) = (2_000 + phase, 3_000 + phase + stopped);
         let mut lost = false;
-        let mut heard = 0;
+        let mut taken = 0;
         for tick in 0..60 {
             let now = tick * TICK.as_millis() as u64;
-            let spoken = [phase, 1_000 + phase, last, resumed, resumed + 1_000];
-            let count = spoken.iter().filter(|at| **at < now).count();
-            if count > std::mem::replace(&mut heard, count) {
+            let heard = [phase, 1_000 + phase, last, resumed, resumed + 1_000];
+            let count = heard.iter().filter(|at| **at < now).count();
+            if count > std::mem::replace(&mut taken, count) {
                 status.record_activity(1);
             }
             if now > resumed + 1_000 {
@@ -324,7 +324,7 @@ mod tests {
         let (begins, long) = (12, 10_000);
         let lost = (0..long).find(|tick| detector.check(1, &status, *tick >= begins));
         assert_eq!(lost, Some(begins + 19), "as if its last message had arrived when all had begun");
-        // One that has not spoken may still be connecting: that all others have begun says nothing of it.
+        // One that has sent nothing may still be connecting: that all others have begun says nothing of it.
         let mut detector = FailureDetector::new(2, TIMEOUT, Duration::ZERO);
         assert_eq!((0..long).find(|_| detector.check(1, &status, true)), Some(38));
     }

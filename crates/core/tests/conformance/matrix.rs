@@ -3,7 +3,7 @@
 use bonfire_core::{Group, ReduceOp, partition};
 use half::{bf16, f16};
 
-use crate::varied;
+use crate::variable_size;
 use bonfire_testing::oracle::{Sample, all_reduced, input, parcel};
 
 /// Checks all_to_all with parts of `part` elements. Ranks choose in place or out of place independently.
@@ -113,9 +113,9 @@ pub fn check_all_types(group: &Group, lengths: &[usize]) {
         check::<u16>(group, *len);
         check::<u32>(group, *len);
         check::<u64>(group, *len);
-        varied::check::<f32>(group, *len);
-        varied::check::<bf16>(group, *len);
-        varied::check::<i64>(group, *len);
-        varied::check::<u8>(group, *len);
+        variable_size::check::<f32>(group, *len);
+        variable_size::check::<bf16>(group, *len);
+        variable_size::check::<i64>(group, *len);
+        variable_size::check::<u8>(group, *len);
     }
 }

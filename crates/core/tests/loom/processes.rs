@@ -115,7 +115,7 @@ fn all(world_size: usize, run: impl Fn(&Rank) + Copy + 'static) {
 
 /// Only synchronisation, without data.
 #[test]
-fn nobody_sleeps_for_ever() {
+fn no_rank_sleeps_for_ever() {
     check(20, || all(2, |rank| rank.check_all(&[Operation::Barrier], &mut [])));
 }
 
@@ -130,13 +130,13 @@ fn small_all_reduces_of_three() {
     check(2, || all(3, |rank| rank.check_all(&[Operation::AllReduce], &mut [0])));
 }
 
-/// Elements in a piece. Each part of a chunk has one piece.
-const PIECE: usize = 8;
+/// Elements of a part of a chunk.
+const PART: usize = 8;
 
 /// One chunk each: covers the transition from one operation to the next.
 #[test]
 fn large_all_reduces_in_a_row() {
-    check(2, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], &mut [0; 2 * PIECE])));
+    check(2, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], &mut [0; 2 * PART])));
 }
 
 /// One chunk more than there are buffers, so that a buffer is reused.
@@ -144,39 +144,39 @@ const CHUNKS: usize = 5;
 
 #[test]
 fn an_all_reduce_in_chunks() {
-    check(1, || all(2, |rank| rank.check_all(&[Operation::AllReduce], &mut [0; CHUNKS * 2 * PIECE])));
+    check(1, || all(2, |rank| rank.check_all(&[Operation::AllReduce], &mut [0; CHUNKS * 2 * PART])));
 }
 
 #[test]
 fn a_reduce_scatter_in_chunks() {
-    check(1, || all(2, |rank| rank.check_all(&[Operation::ReduceScatter], &mut [0; CHUNKS * 2 * PIECE])));
+    check(1, || all(2, |rank| rank.check_all(&[Operation::ReduceScatter], &mut [0; CHUNKS * 2 * PART])));
 }
 
 #[test]
 fn an_all_gather_in_chunks() {
-    check(1, || all(2, |rank| rank.check_all(&[Operation::AllGather], &mut [0; CHUNKS * 2 * PIECE])));
+    check(1, || all(2, |rank| rank.check_all(&[Operation::AllGather], &mut [0; CHUNKS * 2 * PART])));
 }
 
 #[test]
 fn a_broadcast_in_chunks() {
-    check(2, || all(2, |rank| rank.check_all(&[Operation::Broadcast], &mut [0; CHUNKS * 2 * PIECE])));
+    check(2, || all(2, |rank| rank.check_all(&[Operation::Broadcast], &mut [0; CHUNKS * 2 * PART])));
 }
 
 #[test]
 fn a_gather_in_chunks() {
-    check(1, || all(2, |rank| rank.check_all(&[Operation::Gather], &mut [0; CHUNKS * 2 * PIECE])));
+    check(1, || all(2, |rank| rank.check_all(&[Operation::Gather], &mut [0; CHUNKS * 2 * PART])));
 }
 
 #[test]
 fn a_scatter_in_chunks() {
-    check(1, || all(2, |rank| rank.check_all(&[Operation::Scatter], &mut [0; CHUNKS * 2 * PIECE])));
+    check(1, || all(2, |rank| rank.check_all(&[Operation::Scatter], &mut [0; CHUNKS * 2 * PART])));
 }
 
 /// Operations of three chunks whose buffers become free after different steps.
 #[test]
 fn chunks_of_different_operations() {
     check(1, || {
-        all(2, |rank| rank.check_all(&[Operation::Broadcast, Operation::AllReduce], &mut [0; 3 * 2 * PIECE]));
+        all(2, |rank| rank.check_all(&[Operation::Broadcast, Operation::AllReduce], &mut [0; 3 * 2 * PART]));
     });
 }
 
@@ -184,7 +184,7 @@ fn chunks_of_different_operations() {
 #[test]
 fn a_scatter_and_a_gather_in_chunks() {
     check(1, || {
-        all(2, |rank| rank.check_all(&[Operation::Scatter, Operation::Gather], &mut [0; 3 * 2 * PIECE]));
+        all(2, |rank| rank.check_all(&[Operation::Scatter, Operation::Gather], &mut [0; 3 * 2 * PART]));
     });
 }
 
@@ -192,7 +192,7 @@ fn a_scatter_and_a_gather_in_chunks() {
 #[test]
 fn large_operations_of_three() {
     check(1, || {
-        all(3, |rank| rank.check_all(&[Operation::AllGather, Operation::Broadcast], &mut [0; 3 * PIECE]));
+        all(3, |rank| rank.check_all(&[Operation::AllGather, Operation::Broadcast], &mut [0; 3 * PART]));
     });
 }
 

@@ -119,7 +119,7 @@ pub type Sink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), Error>;
 
 /// Bytes that are added to the checksum and written at a time: they are still in the processor's cache when the system
 /// copies them.
-const PIECE: usize = 256 << 10;
+const AT_A_TIME: usize = 256 << 10;
 
 /// The range of a tensor that a file has.
 #[derive(Clone, Debug, PartialEq)]
@@ -188,7 +188,7 @@ pub(super) fn write_to(
         let (mut checksum, mut len) = (crc32fast::Hasher::new(), 0);
         (part.read)(&mut |bytes| {
             len += bytes.len();
-            bytes.chunks(PIECE).try_for_each(|piece| {
+            bytes.chunks(AT_A_TIME).try_for_each(|piece| {
                 checksum.update(piece);
                 file.write_all(piece).map_err(failed)
             })
