@@ -82,14 +82,12 @@ impl<'a> Watch<'a> {
     /// Returns how long to wait before the next [`tick`](Watch::tick).
     pub fn pause(&self) -> Duration {
         // Ask well before the deadline, so that the answers have arrived when its error names the missing ranks.
-        let next = if self.stalled { self.poll() } else { STALL_TIMEOUT.min(self.deadline.tenth()) };
+        let next = if self.stalled {
+            poll(self.status.world_size(), self.deadline)
+        } else {
+            STALL_TIMEOUT.min(self.deadline.tenth())
+        };
         next.min(self.deadline.remaining()).max(MIN_SLEEP)
-    }
-
-    /// The interval between two checks after a stall. Of the last tenth of a short deadline, some remain.
-    fn poll(&self) -> Duration {
-        let of_all = POLL_OF_EACH.saturating_mul(u32::try_from(self.status.world_size()).unwrap_or(u32::MAX));
-        POLL.max(of_all.min(self.deadline.tenth() / 4))
     }
 
     /// Call this while bytes keep moving between this rank and `peer`, so that no pause passes. Meanwhile the group may
@@ -286,5 +284,27 @@ impl<'a> Watch<'a> {
     /// Whether all ranks' calls can be compared. Point-to-point operations are numbered per pair, so theirs cannot.
     pub fn is_collective(&self) -> bool {
         self.tag.call.operation.is_collective()
+    }
+}
+
+/// Returns the interval between two checks after a stall. Of the last tenth of a short deadline, some remain.
+fn poll(world_size: usize, deadline: &Deadline) -> Duration {
+    let of_all = POLL_OF_EACH.saturating_mul(u32::try_from(world_size).unwrap_or(u32::MAX));
+    POLL.max(of_all.min(deadline.tenth() / 4))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stalled_ranks_together_make_at_most_2_000_checks_a_second() {
+        let polls = |seconds| {
+            let deadline = Deadline::after(Duration::from_secs(seconds));
+            [2, 40, 256, 1000].map(|ranks| poll(ranks, &deadline).as_millis())
+        };
+        assert_eq!(polls(300), [20, 20, 128, 500]);
+        // Four in the last tenth of the deadline.
+        assert_eq!(polls(2), [20, 20, 50, 50]);
     }
 }
