@@ -11,7 +11,6 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, DispatchTensor, ExecutionError, Scalar, TensorMetadata};
 use burn::tensor::{Bytes, DType as BurnDType, FloatDType, Shape, TensorData, try_read_sync};
 
-use super::model::Parameters;
 use crate::tensor::host::{TensorSpec, align, buffer, float};
 use bonfire_core::{DType, Error};
 use bonfire_train::lane::{Elements, Memory, Read, Tensor as Handle, Tensors};
@@ -23,11 +22,11 @@ pub(super) struct BurnTensors {
 }
 
 impl BurnTensors {
-    pub fn of(parameters: &Parameters) -> Arc<dyn Tensors> {
+    pub fn of(parameters: impl Iterator<Item = (Shape, TensorSpec)>) -> Arc<dyn Tensors> {
+        let parameters = parameters.collect::<Vec<_>>();
         #[cfg(feature = "cubecl")]
-        say_staged(parameters);
-        let of = parameters.iter().map(|parameter| (parameter.shape.clone(), parameter.spec.clone()));
-        Arc::new(BurnTensors { parameters: of.collect() })
+        say_staged(&parameters);
+        Arc::new(BurnTensors { parameters })
     }
 
     /// Returns how tensors of this element type are made on the device of the parameter at a position.
@@ -41,11 +40,11 @@ impl BurnTensors {
 
 /// Says once per process that gradients on an accelerator go through host memory.
 #[cfg(feature = "cubecl")]
-fn say_staged(parameters: &Parameters) {
+fn say_staged(parameters: &[(Shape, TensorSpec)]) {
     use burn::backend::DispatchDevice;
 
     static SAID: std::sync::Once = std::sync::Once::new();
-    let device = parameters.iter().find_map(|parameter| match &parameter.spec.device {
+    let device = parameters.iter().find_map(|(_, spec)| match &spec.device {
         DispatchDevice::Cube(device) => Some(device),
         #[allow(unreachable_patterns, reason = "without another backend")]
         _ => None,

@@ -98,7 +98,7 @@ impl DataParallel {
         needs.warn(&group, OPERATION, &parameters);
         let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));
         let has_threads = !ranks_are_processes(&group)?;
-        let tensors = BurnTensors::of(&parameters);
+        let tensors = BurnTensors::of(parameters.tensors());
         let steps = Steps::new(Groups::replicas(group)?, parameters.described(), tensors, Cut::Rows, false);
         Ok((
             model,

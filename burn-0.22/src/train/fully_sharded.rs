@@ -166,7 +166,7 @@ impl FullyShardedParallel {
         };
         let parameters: Parameters = parameters.iter().filter(is_cut).cloned().collect();
         let blocks: Vec<usize> = parameters.iter().map(|parameter| parameter.block).collect();
-        let tensors = BurnTensors::of(&parameters);
+        let tensors = BurnTensors::of(parameters.tensors());
         let steps = GatherSteps::new(groups.clone(), parameters.described(), &blocks, tensors.clone())?;
         let layout = steps.layout().clone();
         let cut = cut(model, &parameters, &layout);

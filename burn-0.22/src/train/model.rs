@@ -126,6 +126,11 @@ impl Parameters {
         described.collect()
     }
 
+    /// Returns their whole shapes, and how tensors are made for them.
+    pub fn tensors(&self) -> impl Iterator<Item = (Shape, TensorSpec)> {
+        self.iter().map(|parameter| (parameter.shape.clone(), parameter.spec.clone()))
+    }
+
     /// Whether the parameters needed gradients at the start, by position.
     pub fn trained(&self) -> Vec<bool> {
         self.iter().map(|parameter| parameter.trained).collect()
