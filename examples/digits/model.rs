@@ -1,12 +1,12 @@
 //! The network.
 
-use bonfire::{Group, SyncBatchNorm, SyncBatchNormConfig};
+use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
 use burn::nn::{Linear, LinearConfig, PaddingConfig2d, Relu};
 use burn::tensor::Tensor;
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::Backend;
 
 /// Two convolutions with batch norm, a pooling and a linear layer. The norms take their statistics from the global
 /// batch, so that the result does not depend on the number of ranks.
@@ -21,9 +21,9 @@ pub struct Network<B: Backend> {
     relu: Relu,
 }
 
-impl<B: AutodiffBackend> Network<B> {
+impl<B: Backend> Network<B> {
     /// Creates a network with random weights.
-    pub fn new(group: &Group, device: &B::Device) -> Self {
+    pub fn new(device: &B::Device) -> Self {
         let conv = |inputs, outputs| {
             Conv2dConfig::new([inputs, outputs], [3, 3])
                 .with_padding(PaddingConfig2d::Same)
@@ -32,17 +32,15 @@ impl<B: AutodiffBackend> Network<B> {
         };
         Network {
             first: conv(1, 16),
-            first_norm: SyncBatchNormConfig::new(16).init(group, device),
+            first_norm: SyncBatchNormConfig::new(16).init(device),
             second: conv(16, 32),
-            second_norm: SyncBatchNormConfig::new(32).init(group, device),
+            second_norm: SyncBatchNormConfig::new(32).init(device),
             pool: MaxPool2dConfig::new([2, 2]).with_strides([2, 2]).init(),
             output: LinearConfig::new(32 * 4 * 4, 10).init(device),
             relu: Relu::new(),
         }
     }
-}
 
-impl<B: Backend> Network<B> {
     /// Scores of the ten digits, `[n, 10]`, for images `[n, 1, 8, 8]`.
     pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
         let x = self.relu.forward(self.first_norm.forward(self.first.forward(images)));

@@ -2,7 +2,7 @@
 
 use bonfire::train::{compression, seeded};
 use bonfire::{Checkpoints, DataParallel, Error, Group, ShardedOptimizer, TrainingState, partition};
-use burn::module::{AutodiffModule, Module};
+use burn::module::AutodiffModule;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{Adam, AdamConfig};
@@ -47,7 +47,7 @@ impl TrainingJob<'_> {
     pub fn run<B: AutodiffBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
         let identity = group.rank();
-        let model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&group, &device))?;
+        let model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&device))?;
         let (model, mut ddp) = DataParallel::new(group.clone(), model)?;
         if let Some(compression) = self.compression.and_then(compression::by_name) {
             ddp.set_compression(compression)?;
@@ -89,7 +89,7 @@ impl TrainingJob<'_> {
                         return Err(failure);
                     }
                     // Another rank may be lost meanwhile.
-                    match self.continue_without_lost(&mut training, &failure, &device) {
+                    match self.continue_without_lost(&mut training, &failure) {
                         Ok(()) => break,
                         Err(next) => failure = next,
                     }
@@ -170,7 +170,6 @@ impl TrainingJob<'_> {
         &self,
         training: &mut Training<B>,
         cause: &Failure,
-        device: &B::Device,
     ) -> Result<(), Failure> {
         training.progress.abandon();
         if training.sharded.is_some() {
@@ -182,8 +181,6 @@ impl TrainingJob<'_> {
         let epoch = state.epoch;
         ddp.shrink(state)?;
         let group = ddp.group().clone();
-        // The batch norms refer to the old group.
-        state.model = Network::new(&group, device).load_record(state.model.clone().into_record());
         if group.rank() == 0 {
             let (ranks, epoch) = (group.world_size(), state.epoch + 1);
             let step = state.samples / self.settings.batch;

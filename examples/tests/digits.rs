@@ -101,7 +101,7 @@ fn values<B: AutodiffBackend>(path: &Path) -> Vec<TensorData> {
         }
     }
     let (group, device) = (Group::threads(1).unwrap().remove(0), Default::default());
-    let (model, ddp) = DataParallel::new(group.clone(), Network::<B>::new(&group, &device)).unwrap();
+    let (model, ddp) = DataParallel::new(group.clone(), Network::<B>::new(&device)).unwrap();
     let mut state = State::new(model, AdamConfig::new().init(), 0.0, String::new());
     assert!(Checkpoints::new(ddp.group(), path).unwrap().load(&mut state).unwrap());
     let mut values = Values(Vec::new());

@@ -12,12 +12,15 @@ use burn::module::{
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorPrimitive};
 
 use crate::tensor::autodiff::weighted_sum;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
+
+const NO_RANKS: &str = "the layer does not know the ranks over which it normalises; train the model that \
+                        `DataParallel::new` or `FullyShardedParallel::new` returns, or call `SyncBatchNorm::over`";
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]
@@ -33,18 +36,9 @@ pub struct SyncBatchNormConfig {
 }
 
 impl SyncBatchNormConfig {
-    /// Makes a layer for training, synchronised over `group`. Does not communicate: all ranks start with scale 1,
-    /// offset 0, running mean 0 and running variance 1.
-    pub fn init<B: AutodiffBackend>(&self, group: &Group, device: &B::Device) -> SyncBatchNorm<B> {
-        self.layer(Some(SyncGroup::new::<B>(group)), device)
-    }
-
-    /// Makes a layer for inference only, on any backend and without a group. Load a record into it.
-    pub fn init_inference<B: Backend>(&self, device: &B::Device) -> SyncBatchNorm<B> {
-        self.layer(None, device)
-    }
-
-    fn layer<B: Backend>(&self, sync: Option<SyncGroup>, device: &B::Device) -> SyncBatchNorm<B> {
+    /// Makes a layer with scale 1, offset 0, running mean 0 and running variance 1. Before it trains, it needs
+    /// [ranks](SyncBatchNorm#ranks).
+    pub fn init<B: Backend>(&self, device: &B::Device) -> SyncBatchNorm<B> {
         let features = [self.num_features];
         SyncBatchNorm {
             gamma: Initializer::Ones.init(features, device),
@@ -52,7 +46,7 @@ impl SyncBatchNormConfig {
             running_mean: RunningState::new(Tensor::zeros(features, device)),
             running_var: RunningState::new(Tensor::ones(features, device)),
             momentum: self.momentum,
-            fixed: Fixed { epsilon: self.epsilon, sync, weight: None, backend: PhantomData },
+            fixed: Fixed { epsilon: self.epsilon, ranks: None, weight: None, backend: PhantomData },
         }
     }
 }
@@ -68,6 +62,12 @@ impl SyncBatchNormConfig {
 /// of rows of the layer's input, so a rank's loss must be a mean over these: average the gradients with the same
 /// weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
 ///
+/// # Ranks
+/// [`DataParallel::new`](crate::DataParallel::new) and
+/// [`FullyShardedParallel::new`](crate::FullyShardedParallel::new) tell the layers of their model over which ranks it
+/// is trained, and [`DataParallel::shrink`](crate::DataParallel::shrink) tells them when ranks are lost. A layer of a
+/// model that is trained without them gets its ranks by [`over`](Self::over).
+///
 /// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
 /// Ranks that are threads of one process must each build their own model and follow the rules of
 /// [`tensor::autodiff`](crate::tensor::autodiff#ranks-as-threads). A clone shares running statistics with its original,
@@ -78,13 +78,12 @@ impl SyncBatchNormConfig {
 ///
 /// # Example
 /// ```
-/// use bonfire::Group;
-/// use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
+/// use bonfire::{DataParallel, Group, SyncBatchNorm, SyncBatchNormConfig};
 /// use burn::backend::{Autodiff, NdArray};
 /// use burn::module::{AutodiffModule, Module};
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Distribution, Tensor};
-/// use burn::tensor::backend::{AutodiffBackend, Backend};
+/// use burn::tensor::backend::Backend;
 ///
 /// #[derive(Module, Debug)]
 /// struct Model<B: Backend> {
@@ -92,14 +91,11 @@ impl SyncBatchNormConfig {
 ///     norm: SyncBatchNorm<B>,
 /// }
 ///
-/// impl<B: AutodiffBackend> Model<B> {
-///     fn new(group: &Group, device: &B::Device) -> Self {
-///         let linear = LinearConfig::new(4, 8).init(device);
-///         Self { linear, norm: SyncBatchNormConfig::new(8).init(group, device) }
-///     }
-/// }
-///
 /// impl<B: Backend> Model<B> {
+///     fn new(device: &B::Device) -> Self {
+///         Self { linear: LinearConfig::new(4, 8).init(device), norm: SyncBatchNormConfig::new(8).init(device) }
+///     }
+///
 ///     fn forward(&self, batch: Tensor<B, 2>) -> Tensor<B, 2> {
 ///         self.norm.forward(self.linear.forward(batch))
 ///     }
@@ -107,7 +103,7 @@ impl SyncBatchNormConfig {
 ///
 /// let device = Default::default();
 /// let group = Group::threads(1)?.remove(0);
-/// let model = Model::<Autodiff<NdArray>>::new(&group, &device);
+/// let (model, _ddp) = DataParallel::new(group, Model::<Autodiff<NdArray>>::new(&device))?;
 /// let gradients = model.forward(Tensor::random([5, 4], Distribution::Default, &device)).sum().backward();
 /// let outputs = model.valid().forward(Tensor::random([5, 4], Distribution::Default, &device));
 /// # assert!(model.norm.beta.val().grad(&gradients).is_some());
@@ -131,6 +127,15 @@ pub struct SyncBatchNorm<B: Backend> {
     fixed: Fixed<B>,
 }
 
+impl<B: AutodiffBackend> SyncBatchNorm<B> {
+    /// Sets the ranks over which the layer normalises. Those of the model's `DataParallel` do not replace them. It may
+    /// be a subgroup.
+    pub fn over(self, group: &Group) -> Self {
+        let ranks = Some(Ranks { is_fixed: true, ..Ranks::new::<B>(group) });
+        SyncBatchNorm { fixed: Fixed { ranks, ..self.fixed }, ..self }
+    }
+}
+
 impl<B: Backend> SyncBatchNorm<B> {
     /// Applies the layer. In training this is a collective operation: every rank must call it, and it blocks until all
     /// have.
@@ -151,7 +156,7 @@ impl<B: Backend> SyncBatchNorm<B> {
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
     #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
-        let _call = self.fixed.sync.as_ref().map(|sync| sync.group.enter("SyncBatchNorm::forward"));
+        let _call = self.fixed.ranks.as_ref().map(|ranks| ranks.group.enter("SyncBatchNorm::forward"));
         let [features] = self.gamma.lazy_shape().dims();
         assert!(
             D >= 2 && input.dims()[1] == features,
@@ -186,13 +191,8 @@ impl<B: Backend> SyncBatchNorm<B> {
     /// is a sum of matrices that are zero except for the rank's own row: it is exact, and differentiable because the
     /// sum is.
     fn batch_statistics<const D: usize>(&self, input: Tensor<B, D>) -> Result<(Tensor<B, 1>, Tensor<B, 1>), Error> {
-        let sync = self.fixed.sync.as_ref().ok_or_else(|| {
-            Error::argument(
-                "batch norm",
-                "a layer for inference cannot train; make it with `SyncBatchNormConfig::init`",
-            )
-        })?;
-        let [ranks, rank, features] = [sync.group.world_size(), sync.group.rank(), input.dims()[1]];
+        let over = self.fixed.ranks.as_ref().ok_or_else(|| Error::argument("batch norm", NO_RANKS))?;
+        let [ranks, rank, features] = [over.group.world_size(), over.group.rank(), input.dims()[1]];
         let weight = self.fixed.weight.clone().unwrap_or_else(|| Weight::new(input.dims()[0] as f64));
         let count = input.shape().num_elements() / features;
         // The mean of an empty shard is 0, not NaN: a NaN would survive its weight of 0. It remains part of the graph,
@@ -207,7 +207,7 @@ impl<B: Backend> SyncBatchNorm<B> {
         let own = Tensor::cat(vec![own_mean, own_var, Tensor::full([1, 1], count as f64, options)], 0).transpose();
         let width = 2 * features + 1;
         let rows = Tensor::zeros([ranks, width], options).slice_assign([rank..rank + 1, 0..width], own);
-        let rows = sync.sum(rows, &weight)?;
+        let rows = over.sum(rows, &weight)?;
 
         let counts = rows.clone().slice([0..ranks, width - 1..width]).detach();
         let weights = counts.clone().div(counts.sum().unsqueeze());
@@ -246,7 +246,7 @@ impl<B: Backend> ModuleDisplay for SyncBatchNorm<B> {
 #[derive(Clone, Debug)]
 struct Fixed<B> {
     epsilon: f64,
-    sync: Option<SyncGroup>,
+    ranks: Option<Ranks>,
     /// In the model of a pass: what its loss is a mean over.
     weight: Option<Weight>,
     backend: PhantomData<B>,
@@ -255,16 +255,49 @@ struct Fixed<B> {
 impl<B> Fixed<B> {
     /// Returns the same properties for a layer of another backend.
     fn cast<C>(self) -> Fixed<C> {
-        Fixed { epsilon: self.epsilon, sync: self.sync, weight: self.weight, backend: PhantomData }
+        Fixed { epsilon: self.epsilon, ranks: self.ranks, weight: self.weight, backend: PhantomData }
     }
 }
 
 /// What mappers are told when they come to a layer, as the type of a container that they enter and leave at once.
 const LAYER: &str = "bonfire::SyncBatchNorm";
 
+/// What a mapper has for a layer.
+enum Offer {
+    Ranks(Ranks),
+    Weight(Weight),
+}
+
 thread_local! {
-    /// The weight that the mapper has for the layer. Mappers have no other way to change what is no parameter.
-    static OFFERED: RefCell<Option<Weight>> = const { RefCell::new(None) };
+    /// Mappers have no other way to change what is no parameter.
+    static OFFERED: RefCell<Option<Offer>> = const { RefCell::new(None) };
+}
+
+/// Tells the layers of a model over which ranks it is trained.
+pub(super) fn give_ranks<B: AutodiffBackend, M: Module<B>>(model: M, group: &Group) -> M {
+    model.map(&mut GiveRanks(Ranks::new::<B>(group)))
+}
+
+struct GiveRanks(Ranks);
+
+impl<B: Backend> ModuleMapper<B> for GiveRanks {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        if container == LAYER {
+            OFFERED.set(Some(Offer::Ranks(self.0.clone())));
+        }
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
+        param
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<B, D, Bool>>) -> Param<Tensor<B, D, Bool>> {
+        param
+    }
 }
 
 /// Gives a layer the weight of the pass whose model is being made. `container` is what the mapper enters. Returns
@@ -272,7 +305,7 @@ thread_local! {
 pub(super) fn offer_weight(container: &str, weight: &Weight) -> bool {
     let is_layer = container == LAYER;
     if is_layer {
-        OFFERED.set(Some(weight.clone()));
+        OFFERED.set(Some(Offer::Weight(weight.clone())));
     }
     is_layer
 }
@@ -297,7 +330,13 @@ impl<B: Backend> Module<B> for Fixed<B> {
     fn map<P: ModuleMapper<B>>(self, mapper: &mut P) -> Self {
         mapper.enter_module("", LAYER);
         mapper.exit_module("", LAYER);
-        Fixed { weight: OFFERED.take().or(self.weight), ..self }
+        match OFFERED.take() {
+            Some(Offer::Weight(weight)) => Fixed { weight: Some(weight), ..self },
+            Some(Offer::Ranks(ranks)) if !self.ranks.as_ref().is_some_and(|ranks| ranks.is_fixed) => {
+                Fixed { ranks: Some(ranks), ..self }
+            }
+            _ => self,
+        }
     }
 
     fn load_record(self, _: Self::Record) -> Self {
@@ -335,17 +374,19 @@ impl<B: Backend> ModuleDisplay for Fixed<B> {}
 /// `Backend` cannot recognise one. So the function is stored where the bound is known. It is type-erased, because
 /// `valid` and `train` move the field between a layer of the autodiff backend and one of its inner backend.
 #[derive(Clone, Debug)]
-struct SyncGroup {
+struct Ranks {
     group: Group,
     sum: Arc<dyn Any + Send + Sync>,
+    /// Whether the program itself has set them.
+    is_fixed: bool,
 }
 
 type SumFn<B> = fn(FloatTensor<B>, &Group, &Weight) -> Result<FloatTensor<B>, Error>;
 
-impl SyncGroup {
+impl Ranks {
     fn new<B: AutodiffBackend>(group: &Group) -> Self {
         let sum: SumFn<B> = weighted_sum::<B>;
-        Self { group: group.clone(), sum: Arc::new(sum) }
+        Ranks { group: group.clone(), sum: Arc::new(sum), is_fixed: false }
     }
 
     fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>, weight: &Weight) -> Result<Tensor<B, D>, Error> {
@@ -370,7 +411,7 @@ mod tests {
     }
 
     fn layer() -> SyncBatchNorm<Training> {
-        SyncBatchNormConfig::new(3).init(&Group::threads(1).expect("a group")[0], &Default::default())
+        SyncBatchNormConfig::new(3).init(&Default::default()).over(&Group::threads(1).expect("a group")[0])
     }
 
     #[test]
@@ -389,7 +430,7 @@ mod tests {
     fn a_layer_moved_to_a_foreign_backend_does_not_train() {
         let foreign = SyncBatchNorm::<Autodiff<NdArray<f64>>> {
             fixed: layer().fixed.cast(),
-            ..SyncBatchNormConfig::new(3).init_inference(&Default::default())
+            ..SyncBatchNormConfig::new(3).init(&Default::default())
         };
         assert!(matches!(foreign.batch_statistics(ones(3)), Err(Error::InvalidArgument { .. })));
     }

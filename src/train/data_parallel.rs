@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::adapter::{BurnTensors, opened};
+use super::batch_norm::give_ranks;
 use super::model::{Needs, Parameters, broadcast_parameters, check_untied, rebuild};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
@@ -101,7 +102,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let (model, identities) = rebuild(model);
         let (described, parameters) = Parameters::of(&model);
         check_same_model(&group, OPERATION, &described)?;
-        let model = broadcast_parameters(&group, model, identities, 0)?;
+        let model = give_ranks(broadcast_parameters(&group, model, identities, 0)?, &group);
         all_or_none(&group, check_untied(OPERATION, &model))?;
         needs.warn(&group, OPERATION, &parameters);
         let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));

@@ -4,6 +4,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::backend::AutodiffBackend;
 use serde::{Deserialize, Serialize};
 
+use super::batch_norm::give_ranks;
 use super::data_parallel::DataParallel;
 use super::model::{Parameters, broadcast_parameters, rebuild};
 use super::record::recordable;
@@ -78,11 +79,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Call it on every remaining rank. The gradients of each successful step must have been applied with
     /// [`TrainingState::step`](crate::TrainingState::step) before anything else was done. Afterwards
     /// [`epoch`](crate::TrainingState::epoch) and [`samples`](crate::TrainingState::samples) are the position in the
-    /// data, the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers
-    /// such as [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
-    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
-    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
-    /// otherwise a rank that ends first can leave others a step behind.
+    /// data, the same on all ranks. Everything else that holds the old group must be made anew, such as samplers;
+    /// layers of the model get the new one. What a program does next must follow from the state alone, since some ranks
+    /// may have been further than others. After the last step make one more collective call, such as
+    /// [`verify`](Self::verify), and shrink if it fails: otherwise a rank that ends first can leave others a step
+    /// behind.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};
@@ -201,6 +202,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         if let Some(taken) = all_or_none(self.group(), taken)? {
             *state = taken;
         }
+        state.model = give_ranks(state.model.clone(), self.group());
         // Of the root, too: its ids have changed if it has just loaded the state.
         self.describe(&state.model);
         self.replicas.unused.end();

@@ -88,7 +88,7 @@ pub fn convolutional<B: AutodiffBackend>(group: &Group, steps: usize, device: &B
     let rank = group.rank();
     let model = Convolutional::<B> {
         first: Conv2dConfig::new([2, 4], [3, 3]).init(device),
-        norm: SyncBatchNormConfig::new(4).init(group, device),
+        norm: SyncBatchNormConfig::new(4).init(device),
         second: Conv2dConfig::new([4, 3], [2, 2]).init(device),
     };
     let samples = |step| 1 + (rank + step) % 3;

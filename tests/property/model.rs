@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use bonfire::{Group, ShardedBlock, SyncBatchNormConfig};
+use bonfire::{ShardedBlock, SyncBatchNormConfig};
 use burn::module::{Param, ParamId};
 use burn::nn::BatchNormConfig;
 use burn::optim::GradientsParams;
@@ -60,18 +60,17 @@ pub fn dtype(program: &Program) -> DType {
     if program.has(Feature::Mixed) || program.seed.is_multiple_of(3) { DType::F32 } else { DType::F64 }
 }
 
-/// Makes the model of this number. `group` synchronises batch normalisation; without one it is burn's own.
-pub fn net(program: &Program, number: usize, group: Option<&Group>) -> Net {
+/// Makes the model of this number. Batch normalisation is over all ranks, or burn's own.
+pub fn net(program: &Program, number: usize, over_ranks: bool) -> Net {
     let (device, dtype) = (device(), dtype(program));
     let of = |i: usize| if program.has(Feature::Mixed) && i % 2 == 1 { DType::BF16 } else { dtype };
     let layer = |i: usize| Layer::new(100 * number + 10 * i + 1, of(i));
     let layers = (0..program.layers).map(|i| ShardedBlock::new(layer(i))).collect();
     let norms = (program.has(Feature::BatchNorm), program.has(Feature::SyncBatchNorm));
-    let norm = (norms.0 || norms.1 && group.is_none())
+    let norm = (norms.0 || norms.1 && !over_ranks)
         .then(|| -> BatchNorm { BatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init(&device) });
-    let sync = group
-        .filter(|_| norms.1)
-        .map(|group| -> SyncBatchNorm { SyncBatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init(group, &device) });
+    let sync = (norms.1 && over_ranks)
+        .then(|| -> SyncBatchNorm { SyncBatchNormConfig::new(WIDTH).with_epsilon(EPSILON).init(&device) });
     let cast = |data: TensorData, _| data.convert_dtype(dtype);
     let net = Net {
         layers,

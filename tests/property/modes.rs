@@ -62,7 +62,7 @@ impl Open {
 
 impl Training {
     fn new(program: &Program, mode: Mode, number: usize, group: &Group) -> Result<Training, Error> {
-        let net = model::net(program, number, Some(group));
+        let net = model::net(program, number, true);
         let (n, muon) = (group.world_size(), program.fault == Some(Fault::Muon));
         if let Mode::Zero2 | Mode::Zero3 | Mode::Hybrid = mode {
             let shard = if n % 2 == 0 { n / 2 } else { 1 };

@@ -70,7 +70,7 @@ impl Optimizers {
 /// Returns the parameters of all models after the last step. `None` if a step has no samples.
 pub fn train(program: &Program) -> Option<Vec<f64>> {
     let joined = program.has(Feature::TwoInABackward);
-    let mut models: Vec<Net> = (0..program.models()).map(|number| model::net(program, number, None)).collect();
+    let mut models: Vec<Net> = (0..program.models()).map(|number| model::net(program, number, false)).collect();
     let mut optimizers: Vec<_> = models.iter().map(|_| Optimizers::new(program)).collect();
     for step in 0..STEPS {
         models = models.into_iter().map(|net| net.freeze(model::is_frozen(program, step, 1))).collect();

@@ -47,7 +47,7 @@ fn results(kind: Kind, n: usize, form: Form, model: &'static str, dtype: DType) 
                 train(group, form, STEPS, model, move |model, step| model.loss(samples(rank, n, step)))
             }
             _ => {
-                let model = Odd::new(&group, dtype);
+                let model = Odd::new(dtype);
                 train(group, form, STEPS, model, move |model, step| model.loss(samples(rank, n, step)))
             }
         }
@@ -83,10 +83,9 @@ fn check_all_forms(model: &'static str) {
 }
 
 fn results_at_start(model: &'static str) -> Vec<f64> {
-    let group = Group::threads(1).unwrap().remove(0);
     numbers(&match model {
         "language" => floats(&Language::new(DType::F64)),
-        _ => floats(&Odd::new(&group, DType::F64)),
+        _ => floats(&Odd::new(DType::F64)),
     })
 }
 
@@ -231,12 +230,13 @@ fn a_norm_is_that_of_all_parts() {
                 None => DeviceMesh::from(group),
                 Some(n) => DeviceMesh::new(group, [("shard", n), ("replicate", 4 / n)]).unwrap(),
             };
-            let (model, fsdp) = FullyShardedParallel::new(mesh, Odd::new(&alone(), DType::F64)).unwrap();
+            let (model, fsdp) = FullyShardedParallel::new(mesh, Odd::new(DType::F64)).unwrap();
             let running = fsdp.last_pass(&model, 1).unwrap();
             let mut grads = running.model().loss(0..2).backward();
             let grads = running.finish(&mut grads).unwrap();
             // The same samples on all ranks, so the mean is one rank's gradient.
-            let single = Odd::new(&alone(), DType::F64);
+            let alone = Group::threads(1).unwrap().remove(0);
+            let (single, _) = DataParallel::new(alone, Odd::new(DType::F64)).unwrap();
             let of_one = GradientsParams::from_grads(single.loss(0..2).backward(), &single);
             let norm = norm(&single, &of_one);
             assert!((grads.norm().unwrap() - norm).abs() < 1e-12);
@@ -248,10 +248,6 @@ fn a_norm_is_that_of_all_parts() {
             assert!(close(&numbers(&floats(&updated)), &numbers(&floats(&halved))));
         });
     }
-}
-
-fn alone() -> Group {
-    Group::threads(1).unwrap().remove(0)
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Ranks with shards of a batch, compared with burn's own batch normalisation of the whole batch.
 
+mod ranks;
 mod tails;
 
 use std::ops::Range;
@@ -84,7 +85,7 @@ fn convolution(channels: [usize; 2]) -> Conv2d {
 }
 
 fn sync_net(group: &Group) -> SyncNet {
-    let norm = |features| SyncBatchNormConfig::new(features).init(group, &device());
+    let norm = |features| SyncBatchNormConfig::new(features).init(&device()).over(group);
     let (conv1, conv2) = (convolution([2, 4]), convolution([4, 3]));
     in_f64(SyncNet { conv1, norm1: norm(4), conv2, norm2: norm(3) })
 }
@@ -159,7 +160,7 @@ fn shards_of_any_size_match_the_whole_batch() {
 fn one_rank_matches_burns_batch_norm() {
     let group = Group::threads(1).expect("a group").remove(0);
     let burns: BatchNorm = in_f64(BatchNormConfig::new(3).with_momentum(0.3).init(&device()));
-    let ours: SyncBatchNorm = in_f64(SyncBatchNormConfig::new(3).with_momentum(0.3).init(&group, &device()));
+    let ours: SyncBatchNorm = in_f64(SyncBatchNormConfig::new(3).with_momentum(0.3).init(&device()).over(&group));
     let input = |step: usize| pattern(&[5, 3, 4], step * 31).mul_scalar(2.0).add_scalar(7.0);
     for step in 0..3 {
         let inputs = [input(step).require_grad(), input(step).require_grad()];
@@ -183,7 +184,7 @@ fn one_rank_matches_burns_batch_norm() {
 #[test]
 fn validation_needs_no_other_rank_and_training_goes_on_synchronised() {
     let running = on_ranks(2, |group| {
-        let layer: SyncBatchNorm = SyncBatchNormConfig::new(2).init(&group, &device());
+        let layer: SyncBatchNorm = SyncBatchNormConfig::new(2).init(&device()).over(&group);
         let valid = in_f64(layer).valid();
         if group.rank() == 0 {
             valid.forward(images(0, 0..BATCH).inner());
@@ -199,14 +200,14 @@ fn validation_needs_no_other_rank_and_training_goes_on_synchronised() {
 #[test]
 fn records_are_interchangeable_with_burns_batch_norm() {
     let group = Group::threads(1).expect("a group").remove(0);
-    let trained: SyncBatchNorm = SyncBatchNormConfig::new(3).init(&group, &device());
+    let trained: SyncBatchNorm = SyncBatchNormConfig::new(3).init(&device()).over(&group);
     trained.forward(pattern(&[5, 3, 4], 0).cast(DType::F32));
     let input = pattern::<3>(&[5, 3, 4], 1).cast(DType::F32).inner();
     let expected = values(trained.valid().forward(input.clone()));
 
     let burns: BatchNorm = loaded(BatchNormConfig::new(3).init(&device()), &saved(trained.valid()));
     assert_eq!(values(burns.valid().forward(input.clone())), expected);
-    let ours: SyncBatchNorm = loaded(SyncBatchNormConfig::new(3).init_inference(&device()), &saved(burns.valid()));
+    let ours: SyncBatchNorm = loaded(SyncBatchNormConfig::new(3).init(&device()), &saved(burns.valid()));
     assert_eq!(values(ours.valid().forward(input)), expected);
 }
 
@@ -217,7 +218,7 @@ fn f32_keeps_a_small_variance_beside_a_large_mean() {
     let mean = exact.iter().sum::<f64>() / BATCH as f64;
     let var = exact.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / BATCH as f64;
     let running = on_ranks(3, move |group| {
-        let layer: SyncBatchNorm = SyncBatchNormConfig::new(1).with_momentum(1.0).init(&group, &device());
+        let layer: SyncBatchNorm = SyncBatchNormConfig::new(1).with_momentum(1.0).init(&device()).over(&group);
         layer.forward(input.clone().slice([shard(&group)]));
         values(layer.running_var.value_sync())[0]
     });
@@ -236,7 +237,7 @@ fn sixteen_bit_inputs_are_normalised_in_f32() {
     for dtype in [DType::F16, DType::BF16] {
         let input = input.clone();
         let outputs = on_ranks(2, move |group| {
-            let layer: SyncBatchNorm = SyncBatchNormConfig::new(1).init(&group, &device());
+            let layer: SyncBatchNorm = SyncBatchNormConfig::new(1).init(&device()).over(&group);
             let shard = input.clone().slice([shard(&group)]).cast(dtype).require_grad();
             let output = layer.forward(shard.clone());
             let gradients = output.clone().powf_scalar(3.0).sum().backward();
@@ -251,7 +252,7 @@ fn sixteen_bit_inputs_are_normalised_in_f32() {
 #[test]
 fn a_rank_without_samples_takes_part() {
     let gammas = on_ranks(3, |group| {
-        let layer: SyncBatchNorm = in_f64(SyncBatchNormConfig::new(2).init(&group, &device()));
+        let layer: SyncBatchNorm = in_f64(SyncBatchNormConfig::new(2).init(&device()).over(&group));
         let samples = [0..3, 3..3, 3..5][group.rank()].clone();
         let input = pattern::<3>(&[5, 2, 4], 0);
         let none = || Tensor::empty([0, 2, 4], (&device(), DType::F64));
@@ -270,9 +271,9 @@ fn a_rank_without_samples_takes_part() {
 }
 
 #[test]
-#[should_panic(expected = "a layer for inference cannot train")]
-fn an_inference_layer_does_not_train() {
-    let layer: SyncBatchNorm = SyncBatchNormConfig::new(2).init_inference(&device());
+#[should_panic(expected = "does not know the ranks over which it normalises")]
+fn a_layer_without_ranks_does_not_train() {
+    let layer: SyncBatchNorm = SyncBatchNormConfig::new(2).init(&device());
     layer.forward(Tensor::<2>::ones([3, 2], &device()));
 }
 
@@ -330,7 +331,7 @@ fn threads_train_for_hundreds_of_steps_beside_other_backward_passes() {
 #[test]
 fn threads_go_backward_twice_with_a_collective_between() {
     on_ranks(2, |group| {
-        let layer: SyncBatchNorm = in_f64(SyncBatchNormConfig::new(2).init(&group, &device()));
+        let layer: SyncBatchNorm = in_f64(SyncBatchNormConfig::new(2).init(&device()).over(&group));
         for step in 0..1000 {
             let losses = [0, 1].map(|pass| {
                 let images = images(step + pass, shard(&group)).require_grad();

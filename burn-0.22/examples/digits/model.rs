@@ -1,6 +1,6 @@
 //! The network.
 
-use bonfire::{Group, SyncBatchNorm, SyncBatchNormConfig};
+use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
 use burn::module::Module;
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
@@ -22,7 +22,7 @@ pub struct Network {
 
 impl Network {
     /// Creates a network with random weights.
-    pub fn new(group: &Group, device: &Device) -> Self {
+    pub fn new(device: &Device) -> Self {
         let conv = |inputs, outputs| {
             Conv2dConfig::new([inputs, outputs], [3, 3])
                 .with_padding(PaddingConfig2d::Same)
@@ -31,26 +31,13 @@ impl Network {
         };
         Network {
             first: conv(1, 16),
-            first_norm: SyncBatchNormConfig::new(16).init(group, device),
+            first_norm: SyncBatchNormConfig::new(16).init(device),
             second: conv(16, 32),
-            second_norm: SyncBatchNormConfig::new(32).init(group, device),
+            second_norm: SyncBatchNormConfig::new(32).init(device),
             pool: MaxPool2dConfig::new([2, 2]).with_strides([2, 2]).init(),
             output: LinearConfig::new(32 * 4 * 4, 10).init(device),
             relu: Relu::new(),
         }
-    }
-
-    /// Returns the network with batch norms over the ranks of another group.
-    pub fn over(self, group: &Group, device: &Device) -> Self {
-        // Loading a record would give the running states other ids, and `DataParallel` knows them by these.
-        let norm = |old: SyncBatchNorm, features| {
-            let mut norm = SyncBatchNormConfig::new(features).init(group, device);
-            (norm.gamma, norm.beta) = (old.gamma, old.beta);
-            (norm.running_mean, norm.running_var) = (old.running_mean, old.running_var);
-            norm
-        };
-        let (first_norm, second_norm) = (norm(self.first_norm, 16), norm(self.second_norm, 32));
-        Network { first_norm, second_norm, ..self }
     }
 
     /// Scores of the ten digits, `[n, 10]`, for images `[n, 1, 8, 8]`.

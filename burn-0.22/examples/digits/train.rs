@@ -45,7 +45,7 @@ impl TrainingJob<'_> {
     pub fn run(&self, group: Group, device: Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
         let identity = group.rank();
-        let model = seeded(&group, self.settings.seed, &device, || Network::new(&group, &device))?;
+        let model = seeded(&group, self.settings.seed, &device, || Network::new(&device))?;
         let (model, mut ddp) = DataParallel::new(group.clone(), model)?;
         if let Some(compression) = self.compression.and_then(compression::by_name) {
             ddp.set_compression(compression)?;
@@ -87,7 +87,7 @@ impl TrainingJob<'_> {
                         return Err(failure);
                     }
                     // Another rank may be lost meanwhile.
-                    match self.continue_without_lost(&mut training, &failure, &device) {
+                    match self.continue_without_lost(&mut training, &failure) {
                         Ok(()) => break,
                         Err(next) => failure = next,
                     }
@@ -164,7 +164,7 @@ impl TrainingJob<'_> {
     }
 
     /// Continues without the lost ranks, from the step that the remaining ranks have in common.
-    fn continue_without_lost(&self, training: &mut Training, cause: &Failure, device: &Device) -> Result<(), Failure> {
+    fn continue_without_lost(&self, training: &mut Training, cause: &Failure) -> Result<(), Failure> {
         training.progress.abandon();
         if training.sharded.is_some() {
             return Err(
@@ -175,8 +175,6 @@ impl TrainingJob<'_> {
         let epoch = state.epoch;
         ddp.shrink(state)?;
         let group = ddp.group().clone();
-        // The batch norms refer to the old group.
-        state.model = state.model.clone().over(&group, device);
         if group.rank() == 0 {
             let (ranks, epoch) = (group.world_size(), state.epoch + 1);
             let step = state.samples / self.settings.batch;

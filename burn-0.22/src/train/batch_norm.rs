@@ -7,12 +7,15 @@ use burn::module::{
     Content, Devices, DisplaySettings, Flag, Initializer, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor, Param, RunningState,
 };
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::tensor::autodiff::weighted_sum;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
+
+const NO_RANKS: &str = "the layer does not know the ranks over which it normalises; train the model that \
+                        `DataParallel::new` or `FullyShardedParallel::new` returns, or call `SyncBatchNorm::over`";
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]
@@ -28,18 +31,9 @@ pub struct SyncBatchNormConfig {
 }
 
 impl SyncBatchNormConfig {
-    /// Makes a layer for training, synchronised over `group`. Does not communicate: all ranks start with scale 1,
-    /// offset 0, running mean 0 and running variance 1.
-    pub fn init(&self, group: &Group, device: &Device) -> SyncBatchNorm {
-        self.layer(Some(group.clone()), device)
-    }
-
-    /// Makes a layer for inference only, without a group. Load a record into it.
-    pub fn init_inference(&self, device: &Device) -> SyncBatchNorm {
-        self.layer(None, device)
-    }
-
-    fn layer(&self, group: Option<Group>, device: &Device) -> SyncBatchNorm {
+    /// Makes a layer with scale 1, offset 0, running mean 0 and running variance 1. Before it trains, it needs
+    /// [ranks](SyncBatchNorm#ranks).
+    pub fn init(&self, device: &Device) -> SyncBatchNorm {
         let features = [self.num_features];
         SyncBatchNorm {
             gamma: Initializer::Ones.init(features, device),
@@ -49,7 +43,7 @@ impl SyncBatchNormConfig {
             running_var: RunningState::new(Tensor::ones(features, device)),
             momentum: self.momentum,
             epsilon: self.epsilon,
-            over: OverRanks { group, weight: None },
+            over: OverRanks::default(),
         }
     }
 }
@@ -65,6 +59,12 @@ impl SyncBatchNormConfig {
 /// ([`DataParallel::run`](crate::DataParallel::run)) that is the weight of the pass. Outside of passes it is the number
 /// of rows of the layer's input, so a rank's loss must be a mean over these: average the gradients with the same
 /// weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
+///
+/// # Ranks
+/// [`DataParallel::new`](crate::DataParallel::new) and
+/// [`FullyShardedParallel::new`](crate::FullyShardedParallel::new) tell the layers of their model over which ranks it
+/// is trained, and [`DataParallel::shrink`](crate::DataParallel::shrink) tells them when ranks are lost. A layer of a
+/// model that is trained without them gets its ranks by [`over`](Self::over).
 ///
 /// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
 /// Ranks that are threads of one process must each build their own model. A clone shares running statistics with its
@@ -93,6 +93,13 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
+    /// Sets the ranks over which the layer normalises. Those of the model's `DataParallel` do not replace them. It may
+    /// be a subgroup.
+    pub fn over(self, group: &Group) -> Self {
+        let ranks = Some(Ranks { group: group.clone(), is_fixed: true });
+        SyncBatchNorm { over: OverRanks { ranks, ..self.over }, ..self }
+    }
+
     /// Applies the layer. In training this is a collective operation: every rank must call it, and it blocks until all
     /// have.
     ///
@@ -108,11 +115,11 @@ impl SyncBatchNorm {
     /// * If the collective fails, here or in the backward pass, with the text of the [`Error`].
     ///   [`attempt`](crate::tensor::autodiff::attempt) turns this panic into an error. After a failure here the running
     ///   statistics are unchanged.
-    /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`].
+    /// * In training, if the layer has no [ranks](Self#ranks).
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
     #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        let _call = self.over.group.as_ref().map(|group| group.enter("SyncBatchNorm::forward"));
+        let _call = self.over.ranks.as_ref().map(|ranks| ranks.group.enter("SyncBatchNorm::forward"));
         let [features] = self.gamma.lazy_shape().dims();
         assert!(
             D >= 2 && input.dims()[1] == features,
@@ -147,11 +154,11 @@ impl SyncBatchNorm {
     /// is a sum of matrices that are zero except for the rank's own row: it is exact, and differentiable because the
     /// sum is.
     fn batch_statistics<const D: usize>(&self, input: Tensor<D>) -> Result<(Tensor<1>, Tensor<1>), Error> {
-        let OverRanks { group, weight } = &self.over;
-        let group = group.as_ref().ok_or_else(|| {
-            let reason = "a layer for inference cannot train; make it with `SyncBatchNormConfig::init`";
-            Error::argument("batch norm", reason)
-        })?;
+        let OverRanks { ranks, weight } = &self.over;
+        let group = match ranks {
+            Some(ranks) => &ranks.group,
+            None => return Err(Error::argument("batch norm", NO_RANKS)),
+        };
         let [ranks, rank, features] = [group.world_size(), group.rank(), input.dims()[1]];
         let weight = weight.clone().unwrap_or_else(|| Weight::new(input.dims()[0] as f64));
         let count = input.shape().num_elements() / features;
@@ -204,19 +211,59 @@ impl ModuleDisplay for SyncBatchNorm {
 }
 
 /// The ranks of a layer. It is a module without parameters, because only modules are told what a mapper has.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct OverRanks {
-    group: Option<Group>,
+    ranks: Option<Ranks>,
     /// In the model of a pass: what its loss is a mean over.
     weight: Option<Weight>,
+}
+
+#[derive(Clone, Debug)]
+struct Ranks {
+    group: Group,
+    /// Whether the program itself has set them.
+    is_fixed: bool,
 }
 
 /// What mappers are told when they come to a layer, as the type of a container that they enter and leave at once.
 const LAYER: &str = "bonfire::SyncBatchNorm";
 
+/// What a mapper has for a layer.
+enum Offer {
+    Ranks(Group),
+    Weight(Weight),
+}
+
 thread_local! {
-    /// The weight that the mapper has for the layer. Mappers have no other way to change what is no parameter.
-    static OFFERED: RefCell<Option<Weight>> = const { RefCell::new(None) };
+    /// Mappers have no other way to change what is no parameter.
+    static OFFERED: RefCell<Option<Offer>> = const { RefCell::new(None) };
+}
+
+/// Tells the layers of a model over which ranks it is trained.
+pub(super) fn give_ranks<M: Module>(model: M, group: &Group) -> M {
+    model.map(&mut GiveRanks(group))
+}
+
+struct GiveRanks<'a>(&'a Group);
+
+impl ModuleMapper for GiveRanks<'_> {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        if container == LAYER {
+            OFFERED.set(Some(Offer::Ranks(self.0.clone())));
+        }
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        param
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        param
+    }
 }
 
 /// Gives a layer the weight of the pass whose model is being made. `container` is what the mapper enters. Returns
@@ -224,7 +271,7 @@ thread_local! {
 pub(super) fn offer_weight(container: &str, weight: &Weight) -> bool {
     let is_layer = container == LAYER;
     if is_layer {
-        OFFERED.set(Some(weight.clone()));
+        OFFERED.set(Some(Offer::Weight(weight.clone())));
     }
     is_layer
 }
@@ -259,7 +306,13 @@ impl Module for OverRanks {
     fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
         mapper.enter_module("", LAYER);
         mapper.exit_module("", LAYER);
-        OverRanks { weight: OFFERED.take().or(self.weight), ..self }
+        match OFFERED.take() {
+            Some(Offer::Weight(weight)) => OverRanks { weight: Some(weight), ..self },
+            Some(Offer::Ranks(group)) if !self.ranks.as_ref().is_some_and(|ranks| ranks.is_fixed) => {
+                OverRanks { ranks: Some(Ranks { group, is_fixed: false }), ..self }
+            }
+            _ => self,
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::adapter::BurnTensors;
+use super::batch_norm::give_ranks;
 use super::model::{Needs, Parameters, broadcast_parameters, check_autodiff, check_untied};
 use super::pass::{Fault, Form, LastPass, Pass, means};
 use super::replicas::Replicas;
@@ -93,7 +94,7 @@ impl DataParallel {
         let checked = check_autodiff(OPERATION, &model).and_then(|()| check_untied(OPERATION, &model));
         all_or_none(&group, checked)?;
         let needs = Needs::of(&model);
-        let model = broadcast_parameters(&group, model, 0)?;
+        let model = give_ranks(broadcast_parameters(&group, model, 0)?, &group);
         let parameters = Parameters::of(&model).1;
         needs.warn(&group, OPERATION, &parameters);
         let unused = Arc::new(Unused::new(&group, parameters.iter().any(|parameter| parameter.trained)));

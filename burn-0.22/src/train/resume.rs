@@ -4,6 +4,7 @@ use burn::module::Module;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::batch_norm::give_ranks;
 use super::checkpoint::{Load, Save};
 use super::data_parallel::DataParallel;
 use super::training_state::TrainingState;
@@ -94,12 +95,11 @@ impl DataParallel {
     /// Call it on every remaining rank. The gradients of each successful step must have been applied with
     /// [`TrainingState::step`](crate::TrainingState::step) before anything else was done. Afterwards
     /// [`epoch`](crate::TrainingState::epoch) and [`samples`](crate::TrainingState::samples) are the position in the
-    /// data, the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers
-    /// such as [`SyncBatchNorm`](crate::SyncBatchNorm). Move the fields of the old layers into new ones, as `digits`
-    /// does: burn loads a record into a layer without the ids of its running statistics, by which Bonfire knows them.
-    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
-    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
-    /// otherwise a rank that ends first can leave others a step behind.
+    /// data, the same on all ranks. Everything else that holds the old group must be made anew, such as samplers;
+    /// layers of the model get the new one. What a program does next must follow from the state alone, since some ranks
+    /// may have been further than others. After the last step make one more collective call, such as
+    /// [`verify`](Self::verify), and shrink if it fails: otherwise a rank that ends first can leave others a step
+    /// behind.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};
@@ -221,6 +221,7 @@ impl DataParallel {
         let mut loaded = state.clone();
         all_or_none(self.group(), loaded.load(bytes))?;
         *state = loaded;
+        state.model = give_ranks(state.model.clone(), self.group());
         self.replicas.unused.end();
         self.replicas.steps.restart();
         Ok(())

@@ -76,7 +76,7 @@ impl Net {
         match &log.norm {
             Norm::None => net,
             Norm::Batch => Net { norm: Some(BatchNormConfig::new(WIDTH).init(&device)), ..net },
-            Norm::Sync(group) => Net { synced: Some(SyncBatchNormConfig::new(WIDTH).init(group, &device)), ..net },
+            Norm::Sync => Net { synced: Some(SyncBatchNormConfig::new(WIDTH).init(&device)), ..net },
         }
     }
 

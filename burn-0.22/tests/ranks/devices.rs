@@ -57,7 +57,7 @@ fn a_model_keeps_the_checkpointing_of_its_device_and_has_the_bits_of_replicas() 
 
 #[test]
 fn a_frozen_layer_uses_the_running_statistics_as_burns_does() {
-    let norm = bonfire::SyncBatchNormConfig::new(3).init_inference(&device());
+    let norm = bonfire::SyncBatchNormConfig::new(3).init(&device());
     let input = values([4, 3], 1, DType::F32);
     let output = norm.freeze().forward(input.clone());
     // Of mean 0 and variance 1.

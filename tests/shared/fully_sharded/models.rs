@@ -121,14 +121,14 @@ impl Language {
 }
 
 impl Odd {
-    pub fn new(group: &Group, dtype: DType) -> Self {
+    pub fn new(dtype: DType) -> Self {
         let device = device();
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
         let frozen = Param::from_tensor(values([7, 7], 5, dtype));
         let model = Odd {
             first: linear(5, 7),
             twice: ShardedBlock::new(linear(7, 7)),
-            norm: ShardedBlock::new(SyncBatchNormConfig::new(7).init(group, &device)),
+            norm: ShardedBlock::new(SyncBatchNormConfig::new(7).init(&device)),
             outer: ShardedBlock::new(Outer {
                 before: linear(7, 7),
                 frozen: frozen.set_require_grad(false),

@@ -98,7 +98,7 @@ fn layers_that_communicate_need_equally_many_batches() {
         // Rank 1 has a batch more.
         let case = Case::of(5, accumulation);
         let failures = ranks(2, |group| {
-            let log = Log::of(Norm::Sync(group.clone()));
+            let log = Log::of(Norm::Sync);
             case.rank(group, tempfile::tempdir().unwrap().path(), &log, |training| training).map(drop).unwrap_err()
         });
         assert!(failures.iter().all(|failure| matches!(failure, Error::Mismatch { .. })), "{failures:?}");

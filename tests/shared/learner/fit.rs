@@ -218,7 +218,7 @@ fn a_model_that_normalises_over_all_ranks_trains_as_on_one_device() {
     let case = Case::of(12, None);
     let (expected, _folder) = case.alone(3, Log::of(Norm::Batch));
     let trained = ranks(3, |group| {
-        let log = Log::of(Norm::Sync(group.clone()));
+        let log = Log::of(Norm::Sync);
         let folder = tempfile::tempdir().unwrap();
         let trained = check(case.rank(group, folder.path(), &log, |training| training).expect("no failure"));
         (log.steps().concat(), trained)

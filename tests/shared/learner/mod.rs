@@ -30,7 +30,7 @@ pub enum Norm {
     /// burn's, over this rank's batch.
     Batch,
     /// Over the batches of all ranks.
-    Sync(Group),
+    Sync,
 }
 
 /// What a rank's model is, and what it records.

@@ -124,7 +124,7 @@ fn batches_are_normalised_over_uneven_ranks() {
     }
     equals_one_rank(|group| {
         let Net { first, second } = Net::new(1);
-        let norm = in_f64(SyncBatchNormConfig::new(HIDDEN).init(&group, &device()));
+        let norm = in_f64(SyncBatchNormConfig::new(HIDDEN).init(&device()));
         let (mut model, ddp) = DataParallel::new(group.clone(), Normed { first, norm, second }).unwrap();
         let mut optimizer: AdamOf<Normed> = AdamConfig::new().init();
         for step in 0..STEPS {

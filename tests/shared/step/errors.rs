@@ -12,7 +12,7 @@ use super::*;
 fn joining_ranks_whose_layers_communicate_is_a_typed_error() {
     let errors = ranks(2, |group| {
         let rank = group.rank();
-        let model = SyncBatchNormConfig::new(3).init(&group, &device());
+        let model = SyncBatchNormConfig::new(3).init(&device());
         let (model, ddp) = DataParallel::new(group, model).unwrap();
         for number in 0..=rank {
             let Ok(step) = ddp.last_pass(&model, 2) else { break };
@@ -301,7 +301,7 @@ fn a_pass_that_is_dropped_before_all_ranks_join_is_an_error_on_all_ranks() {
 fn a_pass_of_weight_0_counts_nothing_also_through_layers_that_communicate() {
     let results = ranks(2, |group| {
         let rank = group.rank();
-        let model = SyncBatchNormConfig::new(3).init(&group, &device());
+        let model = SyncBatchNormConfig::new(3).init(&device());
         let (model, ddp) = DataParallel::new(group, model).unwrap();
         let gradients = ddp.run(&model, [()], |model, ()| {
             let loss = model.forward(values([2, 3], 1)).powf_scalar(3.0).mean();

@@ -113,7 +113,7 @@ pub fn convolutional(group: &Group, steps: usize) -> [Bits; 2] {
     let (rank, device) = (group.rank(), &device());
     let model = Convolutional {
         first: Conv2dConfig::new([2, 4], [3, 3]).init(device),
-        norm: SyncBatchNormConfig::new(4).init(group, device),
+        norm: SyncBatchNormConfig::new(4).init(device),
         second: Conv2dConfig::new([4, 3], [2, 2]).init(device),
     };
     let samples = |step| 1 + (rank + step) % 3;

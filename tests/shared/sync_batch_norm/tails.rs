@@ -18,7 +18,7 @@ fn train_few(group: Group, tail: fn(ShardedSampler) -> ShardedSampler) -> Result
     let device = device();
     let mut linear: Linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
     linear.weight = Param::from_tensor(pattern::<2>(&[3, 2], 1));
-    let norm = in_f64(SyncBatchNormConfig::new(2).init(&group, &device));
+    let norm = in_f64(SyncBatchNormConfig::new(2).init(&device));
     let (mut model, ddp) = DataParallel::new(group, Normed { linear, norm })?;
     let mut optimizer = SgdConfig::new().init();
     let samples = pattern::<2>(&[FEW.0, 3], 2);
