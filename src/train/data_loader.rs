@@ -14,6 +14,7 @@ use bonfire_train::step::layers::fail;
 
 /// Builds a [`ShardedDataLoader`], as burn's `DataLoaderBuilder` does a loader for one device.
 pub struct ShardedDataLoaderBuilder<B: Backend, I, O> {
+    group: Group,
     batcher: Arc<dyn Batcher<B, I, O>>,
     settings: Settings,
     device: B::Device,
@@ -25,11 +26,16 @@ where
     I: Clone + Send + Sync + 'static,
     O: Send + 'static,
 {
-    /// Begins to build a loader that makes batches with `batcher`. It has batches of one sample, no workers, and the
-    /// order of the data set, until other methods say otherwise.
-    pub fn new(batcher: impl Batcher<B, I, O> + 'static) -> Self {
+    /// Begins to build the loader of this rank of `group`, which makes batches with `batcher`. It has batches of one
+    /// sample, no workers, and the order of the data set, until other methods say otherwise.
+    pub fn new(group: &Group, batcher: impl Batcher<B, I, O> + 'static) -> Self {
         let settings = Settings { batch: 1, workers: 0, shuffle: None, tail: Tail::Keep };
-        ShardedDataLoaderBuilder { batcher: Arc::new(batcher), settings, device: B::Device::default() }
+        ShardedDataLoaderBuilder {
+            group: group.clone(),
+            batcher: Arc::new(batcher),
+            settings,
+            device: B::Device::default(),
+        }
     }
 
     /// Sets the number of samples in a batch of *all ranks together*. Each rank gets its part of each batch.
@@ -70,13 +76,13 @@ where
         self
     }
 
-    /// Builds the loader of this rank of `group`, over the whole data set. It does not communicate:
-    /// [`epoch`](ShardedDataLoader::epoch) finds what is wrong with the settings or the data set, on all ranks.
-    pub fn build<D>(self, group: &Group, dataset: D) -> Arc<ShardedDataLoader<B, I, O>>
+    /// Builds the loader, over the whole data set. It does not communicate: [`epoch`](ShardedDataLoader::epoch) finds
+    /// what is wrong with the settings or the data set, on all ranks.
+    pub fn build<D>(self, dataset: D) -> Arc<ShardedDataLoader<B, I, O>>
     where
         D: Dataset<I> + 'static,
     {
-        let loader = Loader::new(group, dataset.len(), self.settings);
+        let loader = Loader::new(&self.group, dataset.len(), self.settings);
         let (batcher, device) = (self.batcher, self.device);
         Arc::new(ShardedDataLoader { loader, dataset: Arc::new(dataset), batcher, device })
     }
@@ -105,7 +111,7 @@ where
 ///
 /// # let group = Group::threads(1)?.remove(0);
 /// let dataset = InMemDataset::new((0..100u8).map(f32::from).collect());
-/// let loader = ShardedDataLoaderBuilder::new(Rows).batch_size(16).shuffle(7).num_workers(2).build(&group, dataset);
+/// let loader = ShardedDataLoaderBuilder::new(&group, Rows).batch_size(16).shuffle(7).num_workers(2).build(dataset);
 /// for epoch in 0..2 {
 ///     for batch in loader.epoch(epoch)? {
 ///         let batch = batch?;

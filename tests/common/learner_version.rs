@@ -260,8 +260,8 @@ pub fn sharded(group: &Group, samples: Vec<Sample>, batch: usize) -> Loader {
 
 /// As [`sharded`], of any data set.
 pub fn sharded_from(group: &Group, samples: impl Dataset<Sample> + 'static, batch: usize) -> Loader {
-    let builder = ShardedDataLoaderBuilder::<B, Sample, Batch<B>>::new(Rows);
-    builder.batch_size(batch).shuffle(4).num_workers(2).build(group, samples)
+    let builder = ShardedDataLoaderBuilder::<B, Sample, Batch<B>>::new(group, Rows);
+    builder.batch_size(batch).shuffle(4).num_workers(2).build(samples)
 }
 
 /// A loader of these batches, of any lengths. Every part of it has all batches.

@@ -41,7 +41,7 @@ impl Case {
     }
 
     fn loader_of(self, group: &Group, items: Items<Get>) -> Arc<Loader<usize, Batch>> {
-        let builder = builder(|items: Batch| {
+        let builder = builder(group, |items: Batch| {
             (0..items.iter().sum::<usize>() % 7 * 20).for_each(|_| thread::yield_now());
             items
         });
@@ -52,7 +52,7 @@ impl Case {
             Tail::Pad => builder.pad(),
             Tail::Drop => builder.drop_last(),
         };
-        builder.build(group, items)
+        builder.build(items)
     }
 
     /// The batches of an epoch after its first samples, as the sampler gives them to one rank.
@@ -77,8 +77,8 @@ fn numbers<F>(len: usize, get: F) -> Items<F> {
     Items(Arc::new(AtomicUsize::new(len)), get)
 }
 
-fn builder<O: Send + 'static>(batch: impl Fn(Batch) -> O + Send + Sync + 'static) -> Builder<usize, O> {
-    Builder::new(Batching(move |items: Batch, _: &Device| batch(items)))
+fn builder<O: Send + 'static>(group: &Group, batch: impl Fn(Batch) -> O + Send + Sync + 'static) -> Builder<usize, O> {
+    Builder::new(group, Batching(move |items: Batch, _: &Device| batch(items)))
 }
 
 /// Puts the ranks' parts of each batch together. All ranks must have equally many.
@@ -182,8 +182,8 @@ fn an_iterator_that_is_dropped_in_the_middle_leaves_no_thread() {
         // The batcher is the loader's and its workers'.
         let batcher = Arc::new(());
         let own = batcher.clone();
-        let builder = builder(move |items| (items, own.clone())).batch_size(2).num_workers(workers);
-        let loader = builder.build(&group, numbers(1000, Some));
+        let builder = builder(&group, move |items| (items, own.clone())).batch_size(2).num_workers(workers);
+        let loader = builder.build(numbers(1000, Some));
         for batches in [0, 1, 5] {
             let mut iterator = loader.epoch(0).unwrap();
             assert!((0..batches).all(|batch| iterator.next().unwrap().unwrap().0 == [2 * batch, 2 * batch + 1]));

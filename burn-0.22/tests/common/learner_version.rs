@@ -278,8 +278,8 @@ pub fn loader(samples: Vec<Sample>, batch: usize) -> Loader {
 
 /// A loader of this rank's parts of the batches of all ranks, which differ between epochs.
 pub fn sharded(group: &Group, samples: Vec<Sample>, batch: usize) -> Loader {
-    let builder = ShardedDataLoaderBuilder::new(Rows).batch_size(batch).shuffle(4).num_workers(2);
-    builder.build(group, InMemDataset::new(samples))
+    let builder = ShardedDataLoaderBuilder::new(group, Rows).batch_size(batch).shuffle(4).num_workers(2);
+    builder.build(InMemDataset::new(samples))
 }
 
 /// A loader of these batches, of any lengths. One without samples cannot be loaded. Every part of it has all batches.

@@ -80,12 +80,12 @@ fn training(
 ) -> Vec<(Error, usize)> {
     let train = |group: Group, steps: &mut usize| -> Result<(), Error> {
         let rank = group.rank();
-        let builder = builder(move |items| {
+        let builder = builder(&group, move |items| {
             batch(rank, &items);
             items
         });
         let items = numbers(90, move |index| get(rank, index));
-        let loader = builder.batch_size(9).num_workers(workers).build(&group, items);
+        let loader = builder.batch_size(9).num_workers(workers).build(items);
         let model: Linear = LinearConfig::new(1, 1).init(&device());
         let (model, ddp) = DataParallel::new(group, model)?;
         for batch in loader.epoch(0)? {

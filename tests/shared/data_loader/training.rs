@@ -62,8 +62,8 @@ fn the_digits_trained_by_a_loader_equal_those_trained_by_hand_bit_for_bit() {
             let loaded = ranks(n, |group| {
                 let own = images.clone();
                 let items = super::numbers(images.len(), move |index| own.get(index).copied());
-                let builder = Builder::new(Batching(batch)).batch_size(BATCH).shuffle(3).num_workers(workers);
-                let loader = builder.set_device(device()).build(&group, items);
+                let builder = Builder::new(&group, Batching(batch)).batch_size(BATCH).shuffle(3).num_workers(workers);
+                let loader = builder.set_device(device()).build(items);
                 train(group, |epoch| loader.epoch(epoch).unwrap().map(Result::unwrap))
             });
             for (rank, (loaded, by_hand)) in loaded.iter().zip(&by_hand).enumerate() {
