@@ -76,7 +76,7 @@ pub mod train;
 
 pub use bonfire_core::{
     Algorithm, Batch, Buffer, Builder, Call, DType, Deadline, Element, Error, Fault, Group, Operation, ReduceOp,
-    Selection, Transport, Work, error, launch, partition, request_stop, trace,
+    Selection, Transport, Work, error, launch, partition, println, request_stop, trace,
 };
 #[cfg(unix)]
 pub use bonfire_core::{Secret, StopSignal, TransportKind, yscv};

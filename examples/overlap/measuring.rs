@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use bonfire::train::compression;
-use bonfire::{Error, Group, ReduceOp, ShardedSampler};
+use bonfire::{Error, Group, ReduceOp, ShardedSampler, println};
 use clap::Parser;
 
 use crate::data::Digits;
@@ -87,11 +87,9 @@ pub fn measure(
     let alone = median(Exchange::None)?;
     let after = median(Exchange::AfterBackward)?;
     let during = median(Exchange::DuringBackward)?;
-    if group.rank() == 0 {
-        println!("{parameters} parameters, {} ranks, batches of {}", group.world_size(), args.batch);
-        println!("step without exchange:                    {alone:8.1} ms");
-        println!("with the exchange after the backward pass:{after:8.1} ms");
-        println!("with the exchange during the backward pass:{during:7.1} ms");
-    }
+    println!("{parameters} parameters, {} ranks, batches of {}", group.world_size(), args.batch);
+    println!("step without exchange:                    {alone:8.1} ms");
+    println!("with the exchange after the backward pass:{after:8.1} ms");
+    println!("with the exchange during the backward pass:{during:7.1} ms");
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! The ranks of a program: processes if a launcher started this one, otherwise threads.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -13,6 +14,56 @@ use crate::group::{Builder, Group};
 pub use crate::rendezvous::Launched;
 use crate::sync::Deadline;
 use crate::types::Error;
+
+thread_local! {
+    /// The rank whose program runs on this thread.
+    static RANK: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Prints a line on rank 0 only, as `std::println!` does: in the program that [`launch`](crate::launch()) or
+/// [`run`](crate::launch::run) runs. Elsewhere, and on other threads that the program starts, it always prints.
+///
+/// All ranks compute the arguments, so they may be results of collectives. With an import every `println!` of a module
+/// becomes this one:
+///
+/// ```
+/// use bonfire_core::{Error, Group, ReduceOp, launch, println};
+///
+/// launch(3, |group: Group| {
+///     let mut sum = [1u64];
+///     group.all_reduce(&mut sum, ReduceOp::Sum)?;
+///     println!("{} ranks", sum[0]);              // once
+///     Ok::<(), Error>(())
+/// })?;
+/// # Ok::<(), bonfire_core::launch::Failed>(())
+/// ```
+#[macro_export]
+macro_rules! println {
+    () => { $crate::println!("") };
+    ($($argument:tt)*) => {
+        match ::std::format_args!($($argument)*) {
+            line => if $crate::launch::is_first_rank() { ::std::println!("{line}") },
+        }
+    };
+}
+
+/// Whether the program of rank 0 runs on this thread, or that of no rank.
+#[doc(hidden)]
+pub fn is_first_rank() -> bool {
+    RANK.get().is_none_or(|rank| rank == 0)
+}
+
+/// Runs the program of a rank on this thread.
+fn as_rank<T>(rank: usize, program: impl FnOnce() -> T) -> T {
+    struct Reset(Option<usize>);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            RANK.set(self.0);
+        }
+    }
+    let _reset = Reset(RANK.replace(Some(rank)));
+    program()
+}
 
 /// How long the other ranks of the process may take to end after one has failed: as long as `bonfire run` gives them.
 const GRACE: Duration = Duration::from_secs(10);
@@ -123,7 +174,9 @@ where
         && let Some(group) = groups.pop()
     {
         let rank = group.rank();
-        return body(group).map(|result| vec![result]).map_err(|error| Failed::new(Some(rank), error));
+        return as_rank(rank, || body(group))
+            .map(|result| vec![result])
+            .map_err(|error| Failed::new(Some(rank), error));
     }
     let (count, body) = (groups.len(), Arc::new(body));
     let (sender, outcomes) = channel();
@@ -133,7 +186,7 @@ where
             // Peers learn that this rank has failed when its last handle is dropped, which is this one. So the failure
             // is sent before any that it causes.
             let handle = group.clone();
-            let outcome = catch_unwind(AssertUnwindSafe(|| body(group)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| as_rank(rank, || body(group))));
             // Nothing receives it after the grace period.
             let _ = sender.send((position, rank, outcome));
             drop(handle);
@@ -206,9 +259,26 @@ impl<E: fmt::Display> std::error::Error for Failed<E> {}
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc::{Receiver, Sender};
 
     use super::*;
+
+    #[test]
+    fn rank_0_prints_what_all_ranks_have_computed() {
+        let computed = Arc::new(AtomicUsize::new(0));
+        let count = computed.clone();
+        let first = run(Group::threads(3).unwrap(), move |_| {
+            crate::println!();
+            crate::println!("{} of {first}", count.fetch_add(1, Ordering::SeqCst), first = is_first_rank());
+            Ok::<_, Error>(is_first_rank())
+        });
+        assert_eq!((first.unwrap(), computed.load(Ordering::SeqCst)), (vec![true, false, false], 3));
+        // The program of a single rank runs on the caller's thread.
+        let alone = Group::threads(2).unwrap().remove(1);
+        assert_eq!(run(vec![alone], |_| Ok::<_, Error>(is_first_rank())).unwrap(), [false]);
+        assert!(is_first_rank());
+    }
 
     #[test]
     fn a_rank_that_does_not_end_does_not_hold_back_the_failure() {
