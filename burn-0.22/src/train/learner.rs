@@ -123,7 +123,7 @@ impl DataParallelStrategy {
     /// files, and its decisions on early stopping and checkpoints get the mean, under the metric's name. Average the
     /// same metrics on all ranks.
     ///
-    /// The value of an iteration is the mean of the ranks' values of their batches, each weighted by its samples, and
+    /// The value of an iteration is the mean of the ranks' values of their batches, weighted as the batches are, and
     /// that of an epoch the mean of the ranks' values of the epoch. That is the value over all samples where the metric
     /// is a mean over samples, such as a loss or an accuracy, and not where it is none, such as a perplexity. Rank 0's
     /// last output of an epoch also gets the values of iterations in which it has no batch.
