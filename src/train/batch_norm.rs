@@ -20,7 +20,7 @@ use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
 
 const NO_RANKS: &str = "the layer does not know the ranks over which it normalises; train the model that \
-                        `DataParallel::new` or `FullyShardedParallel::new` returns, or call `SyncBatchNorm::over`";
+                        `DataParallel::new` returns, or call `SyncBatchNorm::over`";
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]
@@ -63,10 +63,9 @@ impl SyncBatchNormConfig {
 /// weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
 ///
 /// # Ranks
-/// [`DataParallel::new`](crate::DataParallel::new) and
-/// [`FullyShardedParallel::new`](crate::FullyShardedParallel::new) tell the layers of their model over which ranks it
-/// is trained, and [`DataParallel::shrink`](crate::DataParallel::shrink) tells them when ranks are lost. A layer of a
-/// model that is trained without them gets its ranks by [`over`](Self::over).
+/// [`DataParallel`](crate::DataParallel) and [`FullyShardedParallel`](crate::FullyShardedParallel) tell the layers of
+/// their model over which ranks it is trained, also after a [`shrink`](crate::DataParallel::shrink). A layer of a model
+/// that is trained without them gets its ranks by [`over`](Self::over).
 ///
 /// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
 /// Ranks that are threads of one process must each build their own model and follow the rules of
@@ -263,9 +262,10 @@ impl<B> Fixed<B> {
 const LAYER: &str = "bonfire::SyncBatchNorm";
 
 /// What a mapper has for a layer.
-enum Offer {
-    Ranks(Ranks),
-    Weight(Weight),
+struct Offer {
+    ranks: Ranks,
+    /// In the model of a pass.
+    weight: Option<Weight>,
 }
 
 thread_local! {
@@ -273,18 +273,17 @@ thread_local! {
     static OFFERED: RefCell<Option<Offer>> = const { RefCell::new(None) };
 }
 
-/// Tells the layers of a model over which ranks it is trained.
+/// Tells the layers of a model over which ranks it is trained, for a program that computes gradients itself. A pass does
+/// so too.
 pub(super) fn give_ranks<B: AutodiffBackend, M: Module<B>>(model: M, group: &Group) -> M {
-    model.map(&mut GiveRanks(Ranks::new::<B>(group)))
+    model.map(&mut GiveRanks(group))
 }
 
-struct GiveRanks(Ranks);
+struct GiveRanks<'a>(&'a Group);
 
-impl<B: Backend> ModuleMapper<B> for GiveRanks {
+impl<B: AutodiffBackend> ModuleMapper<B> for GiveRanks<'_> {
     fn enter_module(&mut self, _name: &str, container: &str) {
-        if container == LAYER {
-            OFFERED.set(Some(Offer::Ranks(self.0.clone())));
-        }
+        offer::<B>(container, self.0, None);
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
@@ -300,12 +299,12 @@ impl<B: Backend> ModuleMapper<B> for GiveRanks {
     }
 }
 
-/// Gives a layer the weight of the pass whose model is being made. `container` is what the mapper enters. Returns
-/// whether it is such a layer.
-pub(super) fn offer_weight(container: &str, weight: &Weight) -> bool {
+/// Gives a layer the ranks that train its model, and the weight of the pass whose model is being made. `container` is
+/// what the mapper enters. Returns whether it is such a layer.
+pub(super) fn offer<B: AutodiffBackend>(container: &str, group: &Group, weight: Option<&Weight>) -> bool {
     let is_layer = container == LAYER;
     if is_layer {
-        OFFERED.set(Some(Offer::Weight(weight.clone())));
+        OFFERED.set(Some(Offer { ranks: Ranks::new::<B>(group), weight: weight.cloned() }));
     }
     is_layer
 }
@@ -330,12 +329,13 @@ impl<B: Backend> Module<B> for Fixed<B> {
     fn map<P: ModuleMapper<B>>(self, mapper: &mut P) -> Self {
         mapper.enter_module("", LAYER);
         mapper.exit_module("", LAYER);
-        match OFFERED.take() {
-            Some(Offer::Weight(weight)) => Fixed { weight: Some(weight), ..self },
-            Some(Offer::Ranks(ranks)) if !self.ranks.as_ref().is_some_and(|ranks| ranks.is_fixed) => {
-                Fixed { ranks: Some(ranks), ..self }
-            }
-            _ => self,
+        let Some(Offer { ranks, weight }) = OFFERED.take() else { return self };
+        let fixed = self.ranks.filter(|ranks| ranks.is_fixed);
+        Fixed {
+            ranks: Some(fixed.unwrap_or(ranks)),
+            weight: weight.or(self.weight),
+            epsilon: self.epsilon,
+            backend: PhantomData,
         }
     }
 

@@ -14,7 +14,6 @@ use burn::tensor::ops::FloatTensor;
 
 use self::model::{cut, eager, gathered_at_use, restored};
 use super::adapter::{BurnTensors, handle};
-use super::batch_norm::give_ranks;
 use super::model::{InModel, Needs, Parameters, broadcast_parameters, rebuild};
 use super::parts::{Parts, Sharded};
 use super::pass::{Fault, Form, LastPass, Open, Pass};
@@ -167,7 +166,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         let (model, identities) = rebuild(model);
         let (described, parameters) = Parameters::in_blocks(&model);
         check_same_model(&groups.main, OPERATION, &described)?;
-        let model = give_ranks(broadcast_parameters(&groups.main, model, identities, 0)?, &groups.main);
+        let model = broadcast_parameters(&groups.main, model, identities, 0)?;
         needs.warn(&groups.main, OPERATION, &parameters);
         let eager = eager(&model);
         let is_cut = |parameter: &&_| {

@@ -84,7 +84,7 @@ impl<B: AutodiffBackend> Replicas<B> {
         let nodes: Nodes<B> = (0..self.parameters.len()).map(|_| Arc::default()).collect();
         let start = PassStart::now();
         let enter = |container: &str| {
-            if batch_norm::offer_weight(container, weight) {
+            if batch_norm::offer::<B>(container, &self.steps.groups().main, Some(weight)) {
                 self.communicate.store(true, Ordering::Relaxed);
             }
         };

@@ -15,7 +15,7 @@ use bonfire_core::{Error, Group};
 use bonfire_train::step::layers::{Weight, fail};
 
 const NO_RANKS: &str = "the layer does not know the ranks over which it normalises; train the model that \
-                        `DataParallel::new` or `FullyShardedParallel::new` returns, or call `SyncBatchNorm::over`";
+                        `DataParallel::new` returns, or call `SyncBatchNorm::over`";
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]
@@ -61,10 +61,9 @@ impl SyncBatchNormConfig {
 /// weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
 ///
 /// # Ranks
-/// [`DataParallel::new`](crate::DataParallel::new) and
-/// [`FullyShardedParallel::new`](crate::FullyShardedParallel::new) tell the layers of their model over which ranks it
-/// is trained, and [`DataParallel::shrink`](crate::DataParallel::shrink) tells them when ranks are lost. A layer of a
-/// model that is trained without them gets its ranks by [`over`](Self::over).
+/// [`DataParallel`](crate::DataParallel) and [`FullyShardedParallel`](crate::FullyShardedParallel) tell the layers of
+/// their model over which ranks it is trained, also after a [`shrink`](crate::DataParallel::shrink). A layer of a model
+/// that is trained without them gets its ranks by [`over`](Self::over).
 ///
 /// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
 /// Ranks that are threads of one process must each build their own model. A clone shares running statistics with its
@@ -229,9 +228,10 @@ struct Ranks {
 const LAYER: &str = "bonfire::SyncBatchNorm";
 
 /// What a mapper has for a layer.
-enum Offer {
-    Ranks(Group),
-    Weight(Weight),
+struct Offer {
+    ranks: Group,
+    /// In the model of a pass.
+    weight: Option<Weight>,
 }
 
 thread_local! {
@@ -239,7 +239,8 @@ thread_local! {
     static OFFERED: RefCell<Option<Offer>> = const { RefCell::new(None) };
 }
 
-/// Tells the layers of a model over which ranks it is trained.
+/// Tells the layers of a model over which ranks it is trained, for a program that computes gradients itself. A pass does
+/// so too.
 pub(super) fn give_ranks<M: Module>(model: M, group: &Group) -> M {
     model.map(&mut GiveRanks(group))
 }
@@ -248,9 +249,7 @@ struct GiveRanks<'a>(&'a Group);
 
 impl ModuleMapper for GiveRanks<'_> {
     fn enter_module(&mut self, _name: &str, container: &str) {
-        if container == LAYER {
-            OFFERED.set(Some(Offer::Ranks(self.0.clone())));
-        }
+        offer(container, self.0, None);
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -266,12 +265,12 @@ impl ModuleMapper for GiveRanks<'_> {
     }
 }
 
-/// Gives a layer the weight of the pass whose model is being made. `container` is what the mapper enters. Returns
-/// whether it is such a layer.
-pub(super) fn offer_weight(container: &str, weight: &Weight) -> bool {
+/// Gives a layer the ranks that train its model, and the weight of the pass whose model is being made. `container` is
+/// what the mapper enters. Returns whether it is such a layer.
+pub(super) fn offer(container: &str, group: &Group, weight: Option<&Weight>) -> bool {
     let is_layer = container == LAYER;
     if is_layer {
-        OFFERED.set(Some(Offer::Weight(weight.clone())));
+        OFFERED.set(Some(Offer { ranks: group.clone(), weight: weight.cloned() }));
     }
     is_layer
 }
@@ -306,13 +305,10 @@ impl Module for OverRanks {
     fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
         mapper.enter_module("", LAYER);
         mapper.exit_module("", LAYER);
-        match OFFERED.take() {
-            Some(Offer::Weight(weight)) => OverRanks { weight: Some(weight), ..self },
-            Some(Offer::Ranks(group)) if !self.ranks.as_ref().is_some_and(|ranks| ranks.is_fixed) => {
-                OverRanks { ranks: Some(Ranks { group, is_fixed: false }), ..self }
-            }
-            _ => self,
-        }
+        let Some(Offer { ranks: group, weight }) = OFFERED.take() else { return self };
+        let fixed = self.ranks.filter(|ranks| ranks.is_fixed);
+        let ranks = fixed.unwrap_or(Ranks { group, is_fixed: false });
+        OverRanks { ranks: Some(ranks), weight: weight.or(self.weight) }
     }
 }
 

@@ -13,7 +13,6 @@ use burn::tensor::Tensor;
 
 use self::model::{cut, eager, gathered_at_use, restored};
 use super::adapter::{BurnTensors, handle};
-use super::batch_norm::give_ranks;
 use super::model::{InModel, Needs, Parameters, broadcast_parameters, check_autodiff};
 use super::parts::{Parts, Sharded};
 use super::pass::{Fault, Form, LastPass, Open, Pass};
@@ -158,7 +157,7 @@ impl FullyShardedParallel {
         check_same_model(&groups.main, OPERATION, &Parameters::in_blocks(&model).0)?;
         all_or_none(&groups.main, check_autodiff(OPERATION, &model))?;
         let needs = Needs::of(&model);
-        let model = give_ranks(broadcast_parameters(&groups.main, model, 0)?, &groups.main);
+        let model = broadcast_parameters(&groups.main, model, 0)?;
         let (parameters, eager) = (Parameters::in_blocks(&model).1, eager(&model));
         needs.warn(&groups.main, OPERATION, &parameters);
         let is_cut = |parameter: &&_| {

@@ -72,7 +72,7 @@ impl Replicas {
         let nodes: Nodes = (0..self.parameters.len()).map(|_| Arc::default()).collect();
         let start = PassStart::now();
         let enter = |container: &str| {
-            if batch_norm::offer_weight(container, weight) {
+            if batch_norm::offer(container, &self.steps.groups().main, Some(weight)) {
                 self.communicate.store(true, Ordering::Relaxed);
             }
         };

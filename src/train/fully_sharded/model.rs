@@ -122,7 +122,7 @@ pub(super) fn gathered_at_use<B: AutodiffBackend, M: AutodiffModule<B>>(
     let tracks = Arc::new(AtomicBool::new(false));
     let enter = |container: &str| {
         gather_at_use(container);
-        batch_norm::offer_weight(container, weight);
+        batch_norm::offer::<B>(container, &steps.groups().main, Some(weight));
     };
     let model = map_lazily(model.clone(), enter, |FloatParameter { id, value: part, trained }| {
         let position = parameters.position(id)?;

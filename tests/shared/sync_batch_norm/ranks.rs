@@ -6,12 +6,12 @@ use super::*;
 
 /// A layer whose running mean is that of its last batch.
 fn layer() -> SyncBatchNorm {
-    in_f64(SyncBatchNormConfig::new(1).with_momentum(1.0).init(&device()))
+    SyncBatchNormConfig::new(1).with_momentum(1.0).init(&device())
 }
 
 /// Returns the mean over the ranks of a layer to which each rank gives its number.
 fn mean_of_ranks(layer: &SyncBatchNorm, rank: usize) -> f64 {
-    layer.forward(Tensor::<2>::full([2, 1], rank as f64, (&device(), DType::F64)));
+    layer.forward(Tensor::<2>::full([2, 1], rank as f64, (&device(), DType::F32)));
     values(layer.running_mean.value_sync())[0]
 }
 

@@ -85,7 +85,7 @@ pub(super) fn gathered_at_use<M: Module>(
     let remade = Remade::default();
     let enter = |container: &str| {
         remade.offer(container);
-        batch_norm::offer_weight(container, weight);
+        batch_norm::offer(container, &steps.groups().main, Some(weight));
     };
     let model = map_lazily(model.clone(), enter, |FloatParameter { id, value: part, trained }| {
         let position = parameters.position(id)?;
