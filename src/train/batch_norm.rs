@@ -273,8 +273,8 @@ thread_local! {
     static OFFERED: RefCell<Option<Offer>> = const { RefCell::new(None) };
 }
 
-/// Tells the layers of a model over which ranks it is trained, for a program that computes gradients itself. A pass does
-/// so too.
+/// Tells the layers of a model over which ranks it is trained, for a program that computes gradients itself. A pass
+/// does so too.
 pub(super) fn give_ranks<B: AutodiffBackend, M: Module<B>>(model: M, group: &Group) -> M {
     model.map(&mut GiveRanks(group))
 }
