@@ -18,7 +18,6 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::{Adam, AdamConfig, Optimizer, adaptor::OptimizerAdaptor};
-use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use clap::Parser;
 
@@ -32,7 +31,7 @@ use model::Network;
 
 type B = Autodiff<Flex>;
 type Failure = Box<dyn std::error::Error + Send + Sync>;
-type Device = <B as Backend>::Device;
+type Device = burn::tensor::Device<B>;
 type Batch = (Tensor<B, 4>, Tensor<B, 1, Int>);
 
 /// Measure what the data loader costs a training
