@@ -151,7 +151,7 @@ impl<B: Backend> SyncBatchNorm<B> {
     /// * If the collective fails, here or in the backward pass, with the text of the [`Error`].
     ///   [`attempt`](crate::tensor::autodiff::attempt) turns this panic into an error. After a failure here the running
     ///   statistics are unchanged.
-    /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`] or for another backend.
+    /// * In training, if the layer has no [ranks](Self#ranks), or was made for another backend.
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
     #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
