@@ -12,8 +12,9 @@ use burn::module::{
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Bool, DType, Int, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
 
+use super::walk::map_lazily;
 use crate::tensor::autodiff::weighted_sum;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
@@ -276,27 +277,10 @@ thread_local! {
 /// Tells the layers of a model over which ranks it is trained, for a program that computes gradients itself. A pass
 /// does so too.
 pub(super) fn give_ranks<B: AutodiffBackend, M: Module<B>>(model: M, group: &Group) -> M {
-    model.map(&mut GiveRanks(group))
-}
-
-struct GiveRanks<'a>(&'a Group);
-
-impl<B: AutodiffBackend> ModuleMapper<B> for GiveRanks<'_> {
-    fn enter_module(&mut self, _name: &str, container: &str) {
-        offer::<B>(container, self.0, None);
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        param
-    }
-
-    fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
-        param
-    }
-
-    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<B, D, Bool>>) -> Param<Tensor<B, D, Bool>> {
-        param
-    }
+    let enter = |container: &str| {
+        offer::<B>(container, group, None);
+    };
+    map_lazily(model, enter, |_| None)
 }
 
 /// Gives a layer the ranks that train its model, and the weight of the pass whose model is being made. `container` is

@@ -7,8 +7,9 @@ use burn::module::{
     Content, Devices, DisplaySettings, Flag, Initializer, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor, Param, RunningState,
 };
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
+use super::walk::map_lazily;
 use crate::tensor::autodiff::weighted_sum;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
@@ -242,27 +243,10 @@ thread_local! {
 /// Tells the layers of a model over which ranks it is trained, for a program that computes gradients itself. A pass
 /// does so too.
 pub(super) fn give_ranks<M: Module>(model: M, group: &Group) -> M {
-    model.map(&mut GiveRanks(group))
-}
-
-struct GiveRanks<'a>(&'a Group);
-
-impl ModuleMapper for GiveRanks<'_> {
-    fn enter_module(&mut self, _name: &str, container: &str) {
-        offer(container, self.0, None);
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param
-    }
-
-    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        param
-    }
-
-    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        param
-    }
+    let enter = |container: &str| {
+        offer(container, group, None);
+    };
+    map_lazily(model, enter, |_| None)
 }
 
 /// Gives a layer the ranks that train its model, and the weight of the pass whose model is being made. `container` is
