@@ -40,6 +40,8 @@ fn a_save_on_one_rank_is_named_where_the_others_wait_in_a_step() {
         let path = folder.path().to_path_buf();
         let lines = Lines::default();
         let of_ranks = lines.clone();
+        // Rank 0 leaves when one of the others has, which must not be before the last of them has given up.
+        let given_up = Arc::new(Barrier::new(2));
         let results = run_ranks(*kind, 3, move |group| {
             // The others give up first. With the same deadline rank 0 may leave before they do.
             let limit = if group.rank() == 0 { 10 * LIMIT } else { LIMIT };
@@ -51,7 +53,9 @@ fn a_save_on_one_rank_is_named_where_the_others_wait_in_a_step() {
                 checkpoints.save(&state)
             } else {
                 of_ranks.set(rank, line!() + 1);
-                ddp.sync(&state.model, GradientsParams::new(), 1).map(drop)
+                let result = ddp.sync(&state.model, GradientsParams::new(), 1).map(drop);
+                given_up.wait();
+                result
             }
         });
         assert!(results[0].is_err(), "the others leave");
