@@ -8,6 +8,32 @@ use mpi_sys as mpi;
 use super::library::{Held, abandon, check};
 use crate::types::Error;
 
+/// MPI's tags of messages in a group.
+///
+/// Open MPI (4.1 and 5.0) sends the messages of `MPI_Comm_create_group` in the same communicator, with the tag that this
+/// function is given, although MPI's standard says that this tag does not conflict with those of messages. So tags for
+/// making subgroups are others: see [`for_subgroup`](mpi_tag::for_subgroup).
+pub(super) mod mpi_tag {
+    use std::ffi::c_int;
+
+    /// The head of a message between two ranks (with the payload of a short one), the reply "clear to send", and a
+    /// payload.
+    pub const HEAD: c_int = 1;
+    pub const CTS: c_int = 2;
+    pub const PAYLOAD: c_int = 3;
+    /// A message of the control plane.
+    pub const CONTROL: c_int = 4;
+
+    /// The largest tag that every MPI library has.
+    const LARGEST: c_int = 32_767;
+
+    /// Returns the tag with which the subgroup of this number is made.
+    pub fn for_subgroup(number: u64) -> c_int {
+        const FIRST: c_int = CONTROL + 1;
+        FIRST + (number % (LARGEST - FIRST + 1) as u64) as c_int
+    }
+}
+
 /// A communicator, as MPI's handle. Only [`free`](Comm::free) frees it: under the MPI lock, with no message in flight.
 #[derive(Clone, Copy)]
 pub(super) struct Comm {
@@ -71,8 +97,7 @@ impl Comm {
     /// Makes a communicator of `members`, in their order. All of them call this, and it waits for them.
     pub fn of_members(&self, members: &[usize], number: u64, held: &Held) -> Result<Comm, Error> {
         let ranks: Vec<c_int> = members.iter().map(|rank| *rank as c_int).collect();
-        // The standard guarantees tags up to 32767.
-        let tag = (number % (1 << 15)) as c_int;
+        let tag = mpi_tag::for_subgroup(number);
         let (mut all, mut some, mut made) = (MaybeUninit::uninit(), MaybeUninit::uninit(), MaybeUninit::uninit());
         // SAFETY: every output is read only after the function that fills it has succeeded. The members are ranks of
         // this communicator, each listed once, as the group has checked.
@@ -197,4 +222,18 @@ impl Request {
 /// Converts a length to MPI's type for counts.
 pub(super) fn count(len: usize) -> Result<c_int, Error> {
     c_int::try_from(len).map_err(|_| Error::argument("mpi", format!("{len} elements are more than MPI counts")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn making_a_subgroup_uses_no_tag_of_a_message() {
+        let messages = [mpi_tag::HEAD, mpi_tag::CTS, mpi_tag::PAYLOAD, mpi_tag::CONTROL];
+        for number in (0..1 << 17).chain(u64::MAX - (1 << 17)..=u64::MAX) {
+            let tag = mpi_tag::for_subgroup(number);
+            assert!((0..=32_767).contains(&tag) && !messages.contains(&tag), "{number}: {tag}");
+        }
+    }
 }

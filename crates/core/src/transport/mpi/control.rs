@@ -4,17 +4,12 @@
 //! while it is in an operation or begins one. A rank that computes reads none, so there are no heartbeats. MPI's
 //! launcher detects a process that dies, and ends the job.
 
-use std::ffi::c_int;
-
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::comm::{Comm, Request};
+use super::comm::{Comm, Request, mpi_tag};
 use super::library::Held;
 use crate::control::{ControlRequest, Message, frame};
 use crate::types::Error;
-
-/// MPI's tag of control messages.
-const TAG: c_int = 4;
 
 /// The control plane of one group on one rank.
 pub(super) struct ControlPlane {
@@ -67,11 +62,11 @@ impl ControlPlane {
     /// Returns a message that has arrived completely, and its sender.
     fn receive(&mut self, held: &Held) -> Result<Option<(usize, Vec<u8>)>, Error> {
         if self.receiving.is_none() {
-            let Some((peer, length)) = self.comm.probe(TAG, held)? else { return Ok(None) };
+            let Some((peer, length)) = self.comm.probe(mpi_tag::CONTROL, held)? else { return Ok(None) };
             let mut bytes = vec![0; length];
             // SAFETY: the bytes are kept at their address until the request is done: see `receiving` and `drop`. Only
             // this function receives messages with this tag, so the message is the one that was probed.
-            let request = unsafe { self.comm.receive(&mut bytes, peer, TAG, held)? };
+            let request = unsafe { self.comm.receive(&mut bytes, peer, mpi_tag::CONTROL, held)? };
             self.receiving = Some((request, peer, bytes));
         }
         let done = match &mut self.receiving {
@@ -99,7 +94,7 @@ impl ControlPlane {
     fn send(&mut self, peer: usize, message: &Message, held: &Held) -> Result<(), Error> {
         let bytes = frame::encode(message).map_err(|e| Error::io("encoding a control message", e))?;
         // SAFETY: the bytes are kept at their address until the request is done: see `sending` and `drop`.
-        let request = unsafe { self.comm.send(&bytes, peer, TAG, held)? };
+        let request = unsafe { self.comm.send(&bytes, peer, mpi_tag::CONTROL, held)? };
         self.sending.push((request, bytes));
         Ok(())
     }

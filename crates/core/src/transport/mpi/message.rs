@@ -8,19 +8,12 @@
 //! that are pending at that time are short, and are abandoned with their memory. Blocking groups exchange messages in
 //! the same way.
 
-use std::ffi::c_int;
-
 use super::Mpi;
-use super::comm::{Comm, Request};
+use super::comm::{Comm, Request, mpi_tag};
 use super::lent::LentMemory;
 use super::library::{Held, hold};
 use crate::sync::Deadline;
 use crate::types::{Error, Fault, Site};
-
-/// MPI tags: a head (with the payload of a short message), the reply "clear to send", and a payload.
-const HEAD: c_int = 1;
-const CTS: c_int = 2;
-const PAYLOAD: c_int = 3;
 
 /// Bytes of the head, which precedes the payload.
 const HEAD_LEN: usize = Site::BYTES + 8;
@@ -102,7 +95,8 @@ impl<'a> Exchange<'a> {
         let mut exchange = Exchange { context, comm, tag: *tag, outgoing, incoming, heads, lent: None };
         if let Some(incoming) = &mut exchange.incoming {
             // SAFETY: the buffer is in a box that outlives the request, or is leaked with it.
-            incoming.head = Some(unsafe { comm.receive(&mut exchange.heads.incoming[..], incoming.from, HEAD, held)? });
+            incoming.head =
+                Some(unsafe { comm.receive(&mut exchange.heads.incoming[..], incoming.from, mpi_tag::HEAD, held)? });
         }
         if let Some(outgoing) = &mut exchange.outgoing {
             let length = outgoing.bytes.len();
@@ -115,10 +109,10 @@ impl<'a> Exchange<'a> {
                 place[HEAD_LEN..end].copy_from_slice(outgoing.bytes);
             } else {
                 // SAFETY: an empty buffer is never written.
-                outgoing.cts = Some(unsafe { comm.receive(&mut [], outgoing.to, CTS, held)? });
+                outgoing.cts = Some(unsafe { comm.receive(&mut [], outgoing.to, mpi_tag::CTS, held)? });
             }
             // SAFETY: as for the incoming head.
-            outgoing.head = Some(unsafe { comm.send(&place[..end], outgoing.to, HEAD, held)? });
+            outgoing.head = Some(unsafe { comm.send(&place[..end], outgoing.to, mpi_tag::HEAD, held)? });
         }
         Ok(exchange)
     }
@@ -186,7 +180,7 @@ impl Outbound<'_> {
         if self.cts.is_some() && settle(&mut self.cts, held)? {
             for chunk in self.bytes.chunks(MAX_PAYLOAD) {
                 // SAFETY: the bytes stay borrowed until the requests are done: see `lent`.
-                self.payload.push(unsafe { comm.send(chunk, self.to, PAYLOAD, held)? });
+                self.payload.push(unsafe { comm.send(chunk, self.to, mpi_tag::PAYLOAD, held)? });
             }
         }
         settle_all(&mut self.payload, held)?;
@@ -233,10 +227,10 @@ impl Inbound<'_> {
         let mut begin = || {
             for chunk in self.bytes.chunks_mut(MAX_PAYLOAD) {
                 // SAFETY: as for the outgoing payload, and the borrow is exclusive.
-                self.payload.push(unsafe { comm.receive(chunk, self.from, PAYLOAD, held)? });
+                self.payload.push(unsafe { comm.receive(chunk, self.from, mpi_tag::PAYLOAD, held)? });
             }
             // SAFETY: the buffer is empty.
-            self.cts = Some(unsafe { comm.send(&[], self.from, CTS, held)? });
+            self.cts = Some(unsafe { comm.send(&[], self.from, mpi_tag::CTS, held)? });
             Ok(())
         };
         begin().map_err(Fault::Failed)
@@ -257,7 +251,7 @@ impl Drop for Exchange<'_> {
                 cts.cancel(&held);
                 for _ in outgoing.bytes.chunks(MAX_PAYLOAD) {
                     // SAFETY: the buffer is empty.
-                    let empty = unsafe { self.comm.send(&[], outgoing.to, PAYLOAD, &held) };
+                    let empty = unsafe { self.comm.send(&[], outgoing.to, mpi_tag::PAYLOAD, &held) };
                     let sent = |mut empty: Request| matches!(empty.done(&held), Ok(None)).then_some(empty);
                     empty.ok().and_then(sent).into_iter().for_each(|empty| empty.abandon(()));
                 }
