@@ -10,9 +10,9 @@ use crate::types::Error;
 
 /// MPI's tags of messages in a group.
 ///
-/// Open MPI (4.1 and 5.0) sends the messages of `MPI_Comm_create_group` in the same communicator, with the tag that this
-/// function is given, although MPI's standard says that this tag does not conflict with those of messages. So tags for
-/// making subgroups are others: see [`for_subgroup`](mpi_tag::for_subgroup).
+/// Open MPI (4.1 and 5.0) sends the messages of `MPI_Comm_create_group` in the same communicator, with the tag that
+/// this function is given, although MPI's standard says that this tag does not conflict with those of messages. So
+/// making a subgroup uses [another one](mpi_tag::for_subgroup).
 pub(super) mod mpi_tag {
     use std::ffi::c_int;
 
