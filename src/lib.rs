@@ -40,7 +40,7 @@
 //! | run collectives on slices | [`Group`] |
 //! | start the ranks | [`launch()`]: as processes under a launcher, otherwise as threads |
 //! | supply your own transport | [`Transport`] and [`Group::on`] |
-//! | exchange messages with programs that use yscv's `TcpTransport` or its wire format | [`yscv`] |
+//! | exchange messages with programs that use yscv's `TcpTransport` or its wire format | `yscv` (feature `yscv`) |
 //!
 //! The program `bonfire` (package `bonfire-cli`) starts ranks (`bonfire run`), measures (`bonfire perf`) and inspects
 //! the machine (`bonfire doctor`). Log messages go through the crate `log`.
@@ -55,6 +55,7 @@
 //!   Name those that you want: `default-features = false, features = ["shm", "flex"]`.
 //! * `mpi`: groups on an MPI library, chosen by `BONFIRE_TRANSPORT=mpi`. The build needs its headers, `mpicc` and
 //!   libclang.
+//! * `yscv`: messages with programs that use yscv's `TcpTransport`.
 //! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for your own runtime.
 //! * `nccl`: NCCL between GPUs of several processes and hosts. It includes `cuda`. The library is looked for at run
 //!   time.
@@ -79,7 +80,9 @@ pub use bonfire_core::{
     Selection, Transport, Work, error, launch, partition, println, request_stop, trace,
 };
 #[cfg(unix)]
-pub use bonfire_core::{Secret, StopSignal, TransportKind, yscv};
+pub use bonfire_core::{Secret, StopSignal, TransportKind};
+#[cfg(all(unix, feature = "yscv"))]
+pub use bonfire_yscv as yscv;
 
 pub use bonfire_core::ReduceOp as ReduceOperation;
 #[cfg(unix)]

@@ -28,6 +28,7 @@
 //! * `dataset` (default): a data loader for burn's data sets, with worker threads.
 //! * `learner`: a strategy for burn-train.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
+//! * `yscv`: messages with programs that use yscv's `TcpTransport`.
 
 #![warn(missing_docs)]
 // NdArray is supported while burn has it.
@@ -43,7 +44,9 @@ pub use bonfire_core::{
     Selection, Transport, Work, error, launch, partition, println, request_stop, trace,
 };
 #[cfg(unix)]
-pub use bonfire_core::{Secret, StopSignal, TransportKind, yscv};
+pub use bonfire_core::{Secret, StopSignal, TransportKind};
+#[cfg(all(unix, feature = "yscv"))]
+pub use bonfire_yscv as yscv;
 pub use burn_collective::{
     CollectiveConfig, CollectiveError, PeerId, all_reduce, broadcast, finish_collective, reduce, register,
     reset_collective,

@@ -17,8 +17,8 @@
 //! * [`bind_all`]: sockets at several addresses with one port, for the port that `bonfire run` chooses.
 //! * [`stop_is_requested`], [`answer_stop`]: a request to stop, for the steps of a training. [`StopSettings`]: how a
 //!   job is asked to, for its launcher.
-//! * [`frame`], [`OwnRuntime`], [`Dialler`] and the handshake ([`AcceptQueue`] to [`accept_handshake`]): connections of
-//!   burn-collective's orchestrator.
+//! * [`frame`], [`OwnRuntime`], [`Dialler`], [`connect`] and the handshake ([`AcceptQueue`] to [`accept_handshake`]):
+//!   connections of burn-collective's orchestrator, and of yscv's ranks.
 
 pub mod oracle;
 
@@ -36,7 +36,9 @@ pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, o
 pub use crate::types::{Parts, Places, Ranges, RankList, function, hash, panic_message};
 #[cfg(unix)]
 pub use crate::{
-    auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, require_secret},
+    auth::{
+        AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, connect, require_secret,
+    },
     control::frame,
     rendezvous::{Dialler, StopSettings, env::unknown_variables},
     report::{Event, Report, VARIABLE as LAUNCHER},

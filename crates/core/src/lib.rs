@@ -7,7 +7,6 @@
 //! | start the ranks | [`launch()`] |
 //! | react to a failure | [`Error`] and [`Group::shrink`] |
 //! | use a transport of your own | [`Transport`] and [`Group::on`] |
-//! | communicate with programs that use yscv's `TcpTransport` or its wire format | [`yscv`] |
 //!
 //! For burn's tensors and training loops use `bonfire-burn` (library `bonfire`), which re-exports all of this. Log
 //! messages go through `log`. On systems other than Unix, ranks are threads or use your own transport.
@@ -44,8 +43,6 @@ mod report;
 mod sync;
 mod transport;
 mod types;
-#[cfg(unix)]
-pub mod yscv;
 
 #[cfg(unix)]
 pub use auth::Secret;

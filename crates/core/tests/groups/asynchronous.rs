@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use bonfire_core::{Error, Group, ReduceOp, TransportKind, yscv};
+use bonfire_core::{Error, Group, ReduceOp, TransportKind};
 use bonfire_testing::{DEADLINE, free_address};
 use tokio::runtime::{Builder, Runtime};
 
@@ -58,21 +58,5 @@ fn a_failed_rendezvous_in_a_task_is_an_error() {
         let error =
             in_task(runtime, move || builder.rendezvous_timeout(std::time::Duration::from_millis(10)).connect());
         assert!(matches!(error, Err(Error::Rendezvous { rank: 1, .. })), "{error:?}");
-    }
-}
-
-#[test]
-fn a_pair_on_yscvs_wire_can_be_created_in_a_task() {
-    for runtime in runtimes() {
-        let (one, other) = in_task(runtime, yscv::loopback_pair).unwrap();
-        let sum = in_task(runtime, move || {
-            let other = thread::spawn(move || {
-                let mut data = [2.0];
-                other.allreduce_sum(&mut data).map(|()| data)
-            });
-            let mut data = [1.0];
-            one.allreduce_sum(&mut data).map(|()| (data, other.join().unwrap()))
-        });
-        assert_eq!(sum, Ok(([3.0], Ok([3.0]))));
     }
 }

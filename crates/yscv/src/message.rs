@@ -70,7 +70,7 @@ pub(super) fn add(stream: &mut impl Read, sums: &mut [f32]) -> io::Result<()> {
     Ok(())
 }
 
-#[cfg(all(test, not(bonfire_loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -2,11 +2,12 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::sync::{AtomicBool, Bell, Deadline, Mutex, Ordering, lock};
-use crate::types::Error;
+use bonfire_core::internal::{Bell, lock};
+use bonfire_core::{Deadline, Error};
 
 /// A connection. One thread at a time uses each direction; the two directions are independent.
 pub(super) struct Link {

@@ -1,8 +1,8 @@
 //! A star of ranks on the wire protocol of yscv's `TcpTransport`, which peers in other languages can speak.
 //!
 //! Rank 0, the coordinator, listens. Every other rank, a worker, has one connection: to the coordinator. Use it to talk
-//! to programs that know this wire. If all ranks are Bonfire's, a [`Group`](crate::Group) is faster, authenticates its
-//! ranks, has more operations and types, and reports a failure to all ranks.
+//! to programs that know this wire. If all ranks are Bonfire's, a [`Group`](bonfire_core::Group) is faster,
+//! authenticates its ranks, has more operations and types, and reports a failure to all ranks.
 //!
 //! # On the wire
 //! All numbers are little endian.
@@ -53,18 +53,22 @@
 //! | one lock for both directions | one for each, with a deadline |
 //! | a worker reports a world size of two | the size that it was given, or the smallest possible one |
 
+#![cfg(unix)]
+#![warn(missing_docs)]
+
 mod link;
 mod message;
 mod rendezvous;
 
 use std::fmt;
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+
+use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
 use self::link::{Failure, Link, Turn, late};
 use self::rendezvous::{Listen, Rendezvous, split};
-use crate::sync::{AtomicU64, Deadline, Ordering};
-use crate::types::{Call, DType, Error, Operation, ReduceOp};
 
 /// The largest world size: more than a process has connections, and few enough to name the missing ones in an error.
 const MOST_RANKS: usize = 1 << 16;
@@ -73,7 +77,7 @@ const MOST_RANKS: usize = 1 << 16;
 /// count and as many f32, all little endian.
 ///
 /// **Every process that reaches the coordinator's port can take part**, since the wire has no authentication: it is on
-/// loopback unless another numeric address is given. If all ranks are Bonfire's, use a [`Group`](crate::Group).
+/// loopback unless another numeric address is given. If all ranks are Bonfire's, use a [`Group`](bonfire_core::Group).
 ///
 /// Peers are counted from 0: on the coordinator peer `i` is rank `i + 1`, and a worker's only peer is 0, the
 /// coordinator. All methods may be called from several threads at once; a send and a receive do not wait for each
@@ -82,7 +86,7 @@ const MOST_RANKS: usize = 1 << 16;
 /// all of this rank's connections.
 ///
 /// ```
-/// let (coordinator, worker) = bonfire_core::yscv::loopback_pair()?;
+/// let (coordinator, worker) = bonfire_yscv::loopback_pair()?;
 /// let other = std::thread::spawn(move || worker.allreduce_sum(&mut [1.0, 2.0]));
 /// let mut data = [10.0, 20.0];
 /// coordinator.allreduce_sum(&mut data)?;
@@ -345,10 +349,7 @@ impl TcpTransport {
     }
 
     fn mismatch(&self, sequence: u64, ours: usize, (peer, theirs): (usize, usize)) -> Error {
-        let call = |count| {
-            let (operation, reduction) = (Operation::AllReduce, Some(ReduceOp::Sum));
-            Call { operation, dtype: DType::F32, count, reduction, root: None, sizes: None }
-        };
+        let call = |count| Call::new(Operation::AllReduce, DType::F32, count).reducing(ReduceOp::Sum);
         let peer = if self.rank == 0 { peer + 1 } else { 0 };
         let mut calls = vec![(self.rank, call(ours)), (peer, call(theirs))];
         calls.sort_by_key(|(rank, _)| *rank);

@@ -13,10 +13,11 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use bonfire_core::yscv::{TcpTransport, TcpTransportBuilder, loopback_pair};
 use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
 use bonfire_testing::relay::dial;
 use bonfire_testing::{DEADLINE as LONG, free_address};
+use bonfire_yscv::{TcpTransport, TcpTransportBuilder, loopback_pair};
+use tokio::runtime::Builder;
 
 /// The timeout where a peer sends nothing.
 const SOON: Duration = Duration::from_millis(200);
@@ -273,4 +274,24 @@ fn a_python_coordinator_serves_workers_in_rust() {
     }
     assert_eq!(line(&mut output), "20.25 -5.0");
     assert!(peer.wait().unwrap().success());
+}
+
+#[test]
+fn a_pair_can_be_created_and_used_in_tasks_of_each_runtime_of_tokio() {
+    for mut runtime in [Builder::new_current_thread(), Builder::new_multi_thread()] {
+        let runtime = runtime.worker_threads(1).enable_all().build().unwrap();
+        let sums = runtime.block_on(async {
+            let (one, other) = tokio::spawn(async { loopback_pair() }).await.unwrap().unwrap();
+            let other = thread::spawn(move || {
+                let mut data = [2.0];
+                other.allreduce_sum(&mut data).map(|()| data)
+            });
+            let one = tokio::spawn(async move {
+                let mut data = [1.0];
+                one.allreduce_sum(&mut data).map(|()| data)
+            });
+            (one.await.unwrap(), other.join().unwrap())
+        });
+        assert_eq!(sums, (Ok([3.0]), Ok([3.0])));
+    }
 }

@@ -3,17 +3,15 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use bonfire_core::internal::{self, AcceptQueue, OwnRuntime, RankList, Refusal, lock};
+use bonfire_core::{Deadline, Error};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
-
-use crate::auth::{self, AcceptQueue, Refusal};
-use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
-use crate::types::{Error, RankList};
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -166,7 +164,7 @@ fn permitted(host: &str, addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, 
 
 async fn connect(host: &str, port: u16, rank: usize) -> io::Result<TcpStream> {
     let addresses: Vec<SocketAddr> = tokio::net::lookup_host((host, port)).await?.collect();
-    let mut stream = auth::connect(&addresses).await?;
+    let mut stream = internal::connect(&addresses).await?;
     // The caller has checked that the rank fits.
     stream.write_all(&(rank as u32).to_le_bytes()).await?;
     stream.into_std()
