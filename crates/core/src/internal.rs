@@ -8,7 +8,7 @@
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`BySize`]: tables by size, for the path of CUDA collectives. [`Ranges`]: where tensors lie in an operation.
-//! * [`function`]: of which function of theirs a call is a part.
+//! * [`function`]: of which function of theirs a call is a part. [`with_local`]: a value of this thread, for a while.
 //! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot
 //!   be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
@@ -32,7 +32,7 @@ pub use crate::plan::BySize;
 pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
-pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
+pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin, with_local};
 pub use crate::types::{Parts, Places, Ranges, RankList, function, hash, panic_message};
 #[cfg(unix)]
 pub use crate::{

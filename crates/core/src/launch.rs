@@ -1,7 +1,7 @@
 //! The ranks of a program: processes if a launcher started this one, otherwise threads.
 
 use std::any::Any;
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use std::time::Duration;
 use crate::group::{Builder, Group};
 #[cfg(unix)]
 pub use crate::rendezvous::Launched;
-use crate::sync::Deadline;
+use crate::sync::{Deadline, with_local};
 use crate::types::Error;
 
 thread_local! {
     /// The rank whose program runs on this thread.
-    static RANK: Cell<Option<usize>> = const { Cell::new(None) };
+    static RANK: RefCell<Option<usize>> = const { RefCell::new(None) };
 }
 
 /// Prints a line on rank 0 only, as `std::println!` does: in the program that [`launch`](crate::launch()) or
@@ -50,19 +50,7 @@ macro_rules! println {
 /// Whether the program of rank 0 runs on this thread, or that of no rank.
 #[doc(hidden)]
 pub fn is_first_rank() -> bool {
-    RANK.get().is_none_or(|rank| rank == 0)
-}
-
-/// Runs the program of a rank on this thread.
-fn as_rank<T>(rank: usize, program: impl FnOnce() -> T) -> T {
-    struct Reset(Option<usize>);
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            RANK.set(self.0);
-        }
-    }
-    let _reset = Reset(RANK.replace(Some(rank)));
-    program()
+    RANK.with_borrow(|rank| rank.is_none_or(|rank| rank == 0))
 }
 
 /// How long the other ranks of the process may take to end after one has failed: as long as `bonfire run` gives them.
@@ -174,7 +162,7 @@ where
         && let Some(group) = groups.pop()
     {
         let rank = group.rank();
-        return as_rank(rank, || body(group))
+        return with_local(&RANK, rank, || body(group))
             .map(|result| vec![result])
             .map_err(|error| Failed::new(Some(rank), error));
     }
@@ -186,7 +174,7 @@ where
             // Peers learn that this rank has failed when its last handle is dropped, which is this one. So the failure
             // is sent before any that it causes.
             let handle = group.clone();
-            let outcome = catch_unwind(AssertUnwindSafe(|| as_rank(rank, || body(group))));
+            let outcome = catch_unwind(AssertUnwindSafe(|| with_local(&RANK, rank, || body(group))));
             // Nothing receives it after the grace period.
             let _ = sender.send((position, rank, outcome));
             drop(handle);

@@ -3,12 +3,14 @@
 //! Under `cfg(bonfire_loom)` the primitives are loom's: the models in `tests/loom/` explore the orders in which threads
 //! can observe each other's steps. A mutex for [`lock`] must therefore be the one from here, even if no model uses it.
 
+mod local;
 #[cfg_attr(bonfire_loom, path = "../tests/loom/primitives.rs")]
 mod primitives;
 #[cfg(unix)]
 mod runtime;
 mod wait;
 
+pub use self::local::with_local;
 pub(crate) use self::primitives::*;
 #[cfg(unix)]
 pub use self::runtime::OwnRuntime;

@@ -4,40 +4,27 @@
 //! not slice again. It asks for one iterator after the other: a training that resumes goes on with a later epoch than
 //! the first.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 
 use bonfire_core::Group;
+use bonfire_core::internal::with_local;
 
 thread_local! {
     /// The rank for which this thread slices a loader.
     static GROUP: RefCell<Option<Group>> = const { RefCell::new(None) };
     /// The epoch for which this thread makes an iterator.
-    static EPOCH: Cell<Option<usize>> = const { Cell::new(None) };
+    static EPOCH: RefCell<Option<usize>> = const { RefCell::new(None) };
 }
 
 /// Runs `slice`, which asks a loader of all ranks for the part of this rank of `group`. A loader that is sharded
 /// already returns one for that rank, whatever the slice.
 pub fn for_rank<T>(group: &Group, slice: impl FnOnce() -> T) -> T {
-    struct Reset(Option<Group>);
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            GROUP.replace(self.0.take());
-        }
-    }
-    let _reset = Reset(GROUP.replace(Some(group.clone())));
-    slice()
+    with_local(&GROUP, group.clone(), slice)
 }
 
 /// Runs `iterate`, which asks a loader for an iterator of this epoch, counted from 0.
 pub fn at_epoch<T>(epoch: usize, iterate: impl FnOnce() -> T) -> T {
-    struct Reset(Option<usize>);
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            EPOCH.set(self.0);
-        }
-    }
-    let _reset = Reset(EPOCH.replace(Some(epoch)));
-    iterate()
+    with_local(&EPOCH, epoch, iterate)
 }
 
 pub(super) fn group() -> Option<Group> {
@@ -45,5 +32,5 @@ pub(super) fn group() -> Option<Group> {
 }
 
 pub(super) fn epoch() -> Option<usize> {
-    EPOCH.get()
+    EPOCH.with_borrow(|epoch| *epoch)
 }
