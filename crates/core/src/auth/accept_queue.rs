@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use tokio::task::AbortHandle;
@@ -34,10 +34,13 @@ pub struct AcceptQueue {
     capacity: usize,
     timeout: Duration,
     /// The connections of all queues, in the order in which they came.
-    waiting: &'static Mutex<VecDeque<Waiting>>,
+    waiting: AllWaiting,
 }
 
-/// A connection that may not have completed its handshake.
+/// The connections of several queues that may not have completed their handshakes.
+type AllWaiting = Arc<Mutex<VecDeque<Waiting>>>;
+
+/// One of them.
 struct Waiting {
     /// The number of its queue.
     queue: u64,
@@ -50,12 +53,12 @@ struct Waiting {
 /// runtime's descriptors, so none may stay behind.
 struct Place {
     number: u64,
-    waiting: &'static Mutex<VecDeque<Waiting>>,
+    waiting: AllWaiting,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        lock(self.waiting).retain(|other| other.number != self.number);
+        lock(&self.waiting).retain(|other| other.number != self.number);
     }
 }
 
@@ -70,11 +73,11 @@ struct QueueState {
 impl AcceptQueue {
     /// Creates the queue of a listener that at most `ranks` connections of ranks reach at the same time.
     pub fn new(ranks: usize) -> Arc<AcceptQueue> {
-        static WAITING: OnceLock<Mutex<VecDeque<Waiting>>> = OnceLock::new();
-        AcceptQueue::with(STRANGERS.saturating_add(ranks), TIMEOUT, WAITING.get_or_init(Mutex::default))
+        static WAITING: LazyLock<AllWaiting> = LazyLock::new(AllWaiting::default);
+        AcceptQueue::with(STRANGERS.saturating_add(ranks), TIMEOUT, WAITING.clone())
     }
 
-    fn with(capacity: usize, timeout: Duration, waiting: &'static Mutex<VecDeque<Waiting>>) -> Arc<AcceptQueue> {
+    fn with(capacity: usize, timeout: Duration, waiting: AllWaiting) -> Arc<AcceptQueue> {
         Arc::new(AcceptQueue { state: Mutex::default(), number: next_number(), capacity, timeout, waiting })
     }
 
@@ -109,7 +112,7 @@ impl AcceptQueue {
     }
 
     fn drop_oldest(&self) {
-        if let Some(oldest) = lock(self.waiting).pop_front() {
+        if let Some(oldest) = lock(&self.waiting).pop_front() {
             oldest.task.abort();
         }
     }
@@ -126,10 +129,10 @@ impl AcceptQueue {
         taken: impl FnOnce(T) -> F + Send + 'static,
     ) {
         let accept_queue = self.clone();
-        let place = Place { number: next_number(), waiting: self.waiting };
+        let place = Place { number: next_number(), waiting: self.waiting.clone() };
         let number = place.number;
         // Held until the place is taken: the task may end before, on another thread.
-        let mut waiting = lock(self.waiting);
+        let mut waiting = lock(&self.waiting);
         let task = tokio::spawn(async move {
             let late = |_| Err(Refusal::Io(io::ErrorKind::TimedOut.into()));
             let both = async move {
@@ -193,7 +196,7 @@ mod tests {
 
     /// A queue of a process of its own.
     fn queue(capacity: usize, timeout: Duration) -> Arc<AcceptQueue> {
-        AcceptQueue::with(capacity, timeout, Box::leak(Box::default()))
+        AcceptQueue::with(capacity, timeout, AllWaiting::default())
     }
 
     /// Adds a connection that never completes its handshake. The receiver fails when the connection is dropped.
@@ -231,7 +234,7 @@ mod tests {
         block_on(async {
             let most = descriptors::strangers();
             let first = queue(usize::MAX, TIMEOUT);
-            let second = AcceptQueue::with(usize::MAX, TIMEOUT, first.waiting);
+            let second = AcceptQueue::with(usize::MAX, TIMEOUT, first.waiting.clone());
             let mut all: Vec<_> = (0..most + 3).map(|number| silent([&first, &second][number % 2], number)).collect();
             for first in &mut all[..3] {
                 first.await.unwrap_err();
