@@ -22,7 +22,6 @@ compile_error!("the feature `mpi` needs a unix system");
 
 #[cfg(unix)]
 mod auth;
-#[cfg(unix)]
 mod control;
 #[cfg(unix)]
 mod descriptors;

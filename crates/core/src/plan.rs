@@ -30,6 +30,7 @@ use strum::{Display, VariantArray};
 
 pub use self::by_size::BySize;
 pub use self::selection::Selection;
+#[cfg(unix)]
 pub(crate) use self::selection::parse;
 pub(crate) use self::table::plan as by_default;
 use crate::types::Operation;

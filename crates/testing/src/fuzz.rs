@@ -6,18 +6,20 @@
 
 use std::cell::RefCell;
 use std::fs;
+#[cfg(unix)]
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+#[cfg(unix)]
 use bonfire_core::internal::frame;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, TestError, TestRunner};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+#[cfg(unix)]
+use serde::{Serialize, de::DeserializeOwned};
 
 /// How long each reader is tested, in seconds, unless `BONFIRE_FUZZ_SECONDS` says otherwise.
 const SECONDS: f64 = 1.0;
@@ -88,6 +90,7 @@ pub fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl F
 }
 
 /// Tests that frames of arbitrary bytes are either read as a `T` or rejected. `messages` are the seeds.
+#[cfg(unix)]
 pub fn fuzz_frames<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let block_on = |stream: &mut &[u8]| runtime.block_on(frame::read::<T>(stream));

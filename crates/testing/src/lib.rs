@@ -4,6 +4,7 @@ pub mod allocation;
 pub mod fuzz;
 pub mod logged;
 pub mod oracle;
+#[cfg(unix)]
 pub mod process;
 pub mod relay;
 pub mod resources;
@@ -19,7 +20,9 @@ use std::sync::{Once, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, TransportKind};
+#[cfg(unix)]
+use bonfire_core::TransportKind;
+use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp};
 
 /// The transport between the ranks of a test.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -121,16 +124,28 @@ pub fn joins(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builde
     log_to_stderr();
     let n = members.len();
     let builder = settings(Group::builder().deadline(DEADLINE));
+    if kind == Kind::Threads {
+        let groups = builder.threads(n).expect("a group of threads");
+        return groups.into_iter().map(|group| Box::new(move || group) as Join).collect();
+    }
+    connecting(kind, members, &builder)
+}
+
+#[cfg(not(unix))]
+fn connecting(kind: Kind, _members: &[usize], _builder: &Builder) -> Vec<Join> {
+    panic!("on this system ranks are threads, and never {kind:?}")
+}
+
+#[cfg(unix)]
+fn connecting(kind: Kind, members: &[usize], builder: &Builder) -> Vec<Join> {
+    let n = members.len();
     let transport = match kind {
-        Kind::Threads => {
-            let groups = builder.threads(n).expect("a group of threads");
-            return groups.into_iter().map(|group| Box::new(move || group) as Join).collect();
-        }
         Kind::Tcp => TransportKind::Tcp,
         Kind::Shm => TransportKind::Shm,
-        Kind::Hosts(_) => TransportKind::Auto,
+        Kind::Hosts(_) | Kind::Threads => TransportKind::Auto,
     };
-    let builder = builder.transport(transport).address(free_address()).world_size(n).rendezvous_timeout(DEADLINE);
+    let builder =
+        builder.clone().transport(transport).address(free_address()).world_size(n).rendezvous_timeout(DEADLINE);
     let door = |(rank, member): (usize, &usize)| {
         let host = if let Kind::Hosts(hosts) = kind { hosts[member % hosts.len()] } else { 0 };
         let builder = builder.clone().machine(format!("host {host}")).rank(rank);

@@ -53,7 +53,7 @@ pub fn open_blocking(
     Ok(uninterrupted(connect))
 }
 
-/// As [`open`], for connections that need no secret by their nature.
+/// Connects as `open` does, where connections need no secret by their nature.
 pub async fn connect(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     let stream = loop {
         match TcpStream::connect(addresses).await {

@@ -20,7 +20,6 @@ use super::progress::Work;
 use super::record::CallSite;
 use super::request::Request;
 use super::turn::Turn;
-#[cfg(unix)]
 use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};

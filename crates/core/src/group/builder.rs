@@ -10,7 +10,9 @@ use super::interrupt;
 #[cfg(unix)]
 use crate::auth::Secret;
 use crate::control::invitation::random;
-use crate::plan::{self, Selection};
+#[cfg(unix)]
+use crate::plan;
+use crate::plan::Selection;
 #[cfg(unix)]
 use crate::rendezvous::{Launched, Numbers, StopSettings, StopSignal, TransportKind, env::unknown_variables};
 #[cfg(unix)]

@@ -279,6 +279,13 @@ fn name(signal: c_int) -> String {
     signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
+/// How a handler sends. Apple's systems have no flag against SIGPIPE; the other end is open for as long as the process
+/// lives, so there is none.
+#[cfg(target_vendor = "apple")]
+const DO_NOT_WAIT: SendFlags = SendFlags::DONTWAIT;
+#[cfg(not(target_vendor = "apple"))]
+const DO_NOT_WAIT: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
+
 /// Passes the signal to the thread. In a forked child, which has no such thread, the signal takes its default action.
 extern "C" fn on_signal(signal: c_int) {
     // Acquire: pairs with the stores in `watch`, before which no handler is installed.
@@ -294,7 +301,7 @@ extern "C" fn on_signal(signal: c_int) {
     // SAFETY: the socket is open until the process ends, as `watch` gave up its ownership.
     let socket = unsafe { BorrowedFd::borrow_raw(SOCKET.load(Ordering::Acquire)) };
     // Async-signal-safe: one system call, which does not wait. It fails if hundreds of signals wait for the thread.
-    let _ = send(socket, &[signal as u8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    let _ = send(socket, &[signal as u8], DO_NOT_WAIT);
 }
 
 fn on_signal_address() -> sighandler_t {

@@ -281,6 +281,7 @@ mod tests {
         }
     }
 
+    #[cfg(unix)]
     #[test]
     fn an_engine_is_needed_if_any_table_selects_native() {
         let native = |text: &str| text.parse::<Selection>().unwrap().is_native_anywhere();

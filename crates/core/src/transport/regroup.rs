@@ -33,6 +33,7 @@ pub(crate) trait Regroup: Send + Sync {
     fn hosts(&self) -> Vec<usize>;
 
     /// Returns the number by which the launcher of this process knows a rank, if it started it.
+    #[cfg(unix)]
     fn number(&self, _rank: usize) -> Option<usize> {
         None
     }

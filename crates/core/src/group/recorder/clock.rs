@@ -79,7 +79,7 @@ mod system {
 #[cfg(not(target_os = "linux"))]
 mod system {
     use std::sync::OnceLock;
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     /// One clock per process, so the times of its ranks can be compared.
     pub fn now() -> u64 {
