@@ -1,8 +1,7 @@
-//! A transformer that predicts the next word of sequences of different lengths, padded in each batch, or to a length
-//! that the ranks agree on.
+//! A transformer that says which word follows each word of sequences of different lengths, padded in each batch, or to
+//! a length that the ranks agree on. It sees whole sequences, so what it says depends on the mask of the padding.
 
 use bonfire::train::longest;
-use burn::nn::attention::generate_autoregressive_mask;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 use burn::nn::{EmbeddingConfig, LinearConfig};
 use burn::optim::AdamConfig;
@@ -43,7 +42,6 @@ impl Words {
         let is_padding = Tensor::<2, Bool>::from_data(TensorData::new(is_padding, [count, padded]), &device);
         let read = self.words.forward(ids) + self.places.forward(numbers);
         let read = TransformerEncoderInput::new(read).mask_pad(is_padding);
-        let read = read.mask_attn(generate_autoregressive_mask(count, padded, &device));
         let scores = log_softmax(self.head.forward(self.encoder.forward(read)), 2);
         // 1 for the next word of each place that is no padding.
         let mut expected = vec![0.0; places.len() * WORDS];
