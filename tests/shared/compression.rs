@@ -211,18 +211,21 @@ fn going_back_forgets_what_was_lost() {
         let (model, mut ddp) = DataParallel::new(group, model()).unwrap();
         ddp.set_compression(Narrow).unwrap();
         let optimizer: SgdOf<Vectors> = SgdConfig::new().init();
-        let mut state = TrainingState::new(model.clone(), optimizer, 0.1, ());
+        let mut state = TrainingState::new(model, optimizer, 0.1, ());
         checkpoints.save(&state).unwrap();
+        let bytes = state.save().unwrap();
         // Each rank's half is rounded to 0, and then to 1 with what was lost before.
-        assert_eq!(means(&ddp, &model, &[0.8, 0.8]), [0.0, 2.0]);
-        for loads in [false, true] {
+        assert_eq!(means(&ddp, &state.model, &[0.8, 0.8]), [0.0, 2.0]);
+        for way in ["a call", "a load", "a resume", "a shrink"] {
             ddp.forget_compression_errors();
-            assert_eq!(means(&ddp, &model, &[0.8]), [0.0]);
-            match loads {
-                true => assert!(checkpoints.load(&mut state).unwrap()),
-                false => ddp.forget_compression_errors(),
+            assert_eq!(means(&ddp, &state.model, &[0.8]), [0.0]);
+            match way {
+                "a call" => ddp.forget_compression_errors(),
+                "a load" => assert!(checkpoints.load(&mut state).unwrap()),
+                "a resume" => ddp.resume(&mut state, || Ok(bytes.clone())).unwrap(),
+                _ => ddp.shrink(&mut state).unwrap(),
             }
-            assert_eq!(means(&ddp, &model, &[0.8]), [0.0], "loads: {loads}");
+            assert_eq!(means(&ddp, &state.model, &[0.8]), [0.0], "after {way}");
         }
     });
 }

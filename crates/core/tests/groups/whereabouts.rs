@@ -30,11 +30,13 @@ fn ranks_that_wait_in_another_group_are_named_with_the_lines_of_all() {
     in_parallel(&cases(), 4, |case| {
         let lines = Arc::new(Mutex::new([0; 3]));
         let of_ranks = lines.clone();
+        // Rank 0 leaves when one of the others has, which must not be before the last of them has given up.
+        let given_up = Arc::new(Barrier::new(2));
         let results = run(*case, move |group| {
             let lane = group.subgroup(&[0, 1, 2]).unwrap();
             let limited = group.with_deadline(LIMIT);
             let (rank, at) = (group.rank(), |line| of_ranks.lock().unwrap()[group.rank()] = line);
-            match rank {
+            let result = match rank {
                 0 => {
                     at(line!() + 1);
                     lane.broadcast(&mut [1u8], 0)
@@ -50,7 +52,11 @@ fn ranks_that_wait_in_another_group_are_named_with_the_lines_of_all() {
                     let deeper = || limited.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum);
                     deeper()
                 }
+            };
+            if rank > 0 {
+                given_up.wait();
             }
+            result
         });
         let [save, reduce, sync] = lines.lock().unwrap().map(place);
         assert!(results[0].is_err(), "the others leave");
