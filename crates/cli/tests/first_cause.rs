@@ -44,12 +44,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let times = env::var("BONFIRE_FAULTS").map_or(5, |text| text.parse().expect("BONFIRE_FAULTS is a whole number"));
-    let cgroup = Cgroup::new();
-    let folder = cgroup.as_ref().map(|cgroup| &*cgroup.0).ok();
+    let no_cgroup = Cgroup::new().err();
     let mut cases = Vec::new();
     for fault in FAULTS {
         if fault.needs_cgroup
-            && let Err(why) = &cgroup
+            && let Some(why) = &no_cgroup
         {
             println!("{}: skipped, because {why}", fault.name);
             continue;
@@ -63,7 +62,7 @@ fn main() -> ExitCode {
     }
     let wrong = Mutex::new(Vec::new());
     in_parallel(&cases, WIDTH, |case| {
-        if let Err(what) = run(case, folder) {
+        if let Err(what) = run(case) {
             wrong.lock().unwrap().push((case.fault.name, what));
         }
     });
@@ -129,12 +128,14 @@ fn leaves() -> Result<(), String> {
     if right { Ok(()) } else { Err(format!("{status:?} instead of 1 and {wanted:#?}:\n{stderr}")) }
 }
 
-/// Runs the case and checks what the launcher says. `cgroup` is the control group for faults that need one.
-fn run(case: &Case, cgroup: Option<&Path>) -> Result<(), String> {
+/// Runs the case and checks what the launcher says.
+fn run(case: &Case) -> Result<(), String> {
+    // Of its own: while a rank of one run has all the memory of its group, no other run could start there.
+    let cgroup = case.fault.needs_cgroup.then(Cgroup::new).transpose()?;
     let (status, stderr) = launch(
         [case.fault.name, &case.victim.to_string(), &case.others_panic.to_string()],
         &[("BONFIRE_TRANSPORT", case.transport), ("BONFIRE_DEADLINE", "60")],
-        cgroup.filter(|_| case.fault.needs_cgroup),
+        cgroup.as_ref().map(|cgroup| &*cgroup.0),
     );
     let Case { fault: Fault { ended, status: wanted, .. }, victim, .. } = case;
     let first = format!("bonfire: rank {victim} failed first: it {ended}");

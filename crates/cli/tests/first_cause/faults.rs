@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use std::{fs, ptr, thread};
 
@@ -87,12 +88,14 @@ pub struct Cgroup(pub PathBuf);
 
 impl Cgroup {
     pub fn new() -> Result<Cgroup, String> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
         let kinds = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
         let (root, limit) = kinds
             .into_iter()
             .find(|(root, _)| fs::exists(format!("{root}/cgroup.procs")).unwrap_or(false))
             .ok_or("there are no control groups")?;
-        let cgroup = Cgroup(PathBuf::from(format!("{root}/bonfire-{}", process::id())));
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let cgroup = Cgroup(PathBuf::from(format!("{root}/bonfire-{}-{number}", process::id())));
         let made = fs::create_dir(&cgroup.0).and_then(|()| fs::write(cgroup.0.join(limit), "512M"));
         made.map_err(|error| format!("a control group cannot be made: {error}"))?;
         Ok(cgroup)
