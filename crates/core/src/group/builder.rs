@@ -7,21 +7,19 @@ use super::core::Core;
 use super::handle::Group;
 #[cfg(unix)]
 use super::interrupt;
-#[cfg(unix)]
-use crate::auth::Secret;
 use crate::control::invitation::random;
-#[cfg(unix)]
-use crate::plan;
 use crate::plan::Selection;
-#[cfg(unix)]
-use crate::rendezvous::{Launched, Numbers, StopSettings, StopSignal, TransportKind, env::unknown_variables};
-#[cfg(unix)]
-use crate::report;
-#[cfg(unix)]
-use crate::sync::from_env;
 use crate::transport::threads::ThreadEndpoint;
 use crate::transport::{Engines, GroupEndpoint, Transport};
 use crate::types::Error;
+#[cfg(unix)]
+use crate::{
+    auth::Secret,
+    plan,
+    rendezvous::{Launched, Numbers, StopSettings, StopSignal, TransportKind, env::unknown_variables},
+    report,
+    sync::from_env,
+};
 
 /// The default deadline of an operation: long enough for a rank that evaluates or saves.
 pub const DEADLINE: Duration = Duration::from_secs(300);
