@@ -5,6 +5,8 @@ use std::cell::RefCell;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
+#[cfg(unix)]
+use std::sync::OnceLock;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
@@ -21,7 +23,8 @@ thread_local! {
 }
 
 /// Prints a line on rank 0 only, as `std::println!` does: in the program that [`launch`](crate::launch()) or
-/// [`run`](crate::launch::run) runs. Elsewhere, and on other threads that the program starts, it always prints.
+/// [`run`](crate::launch::run) runs, and in a process that a launcher made a rank. Without either it always prints, as
+/// do other threads that a program with ranks as threads starts.
 ///
 /// All ranks compute the arguments, so they may be results of collectives. With an import every `println!` of a module
 /// becomes this one:
@@ -50,7 +53,18 @@ macro_rules! println {
 /// Whether the program of rank 0 runs on this thread, or that of no rank.
 #[doc(hidden)]
 pub fn is_first_rank() -> bool {
-    RANK.with_borrow(|rank| rank.is_none_or(|rank| rank == 0))
+    RANK.with_borrow(|rank| rank.or_else(of_process)).is_none_or(|rank| rank == 0)
+}
+
+/// Returns the rank that a launcher made this process, if it is known.
+fn of_process() -> Option<usize> {
+    #[cfg(unix)]
+    {
+        static RANK: OnceLock<Option<usize>> = OnceLock::new();
+        *RANK.get_or_init(|| Builder::from_env().ok()?.launched()?.rank)
+    }
+    #[cfg(not(unix))]
+    None
 }
 
 /// How long the other ranks of the process may take to end after one has failed: as long as `bonfire run` gives them.

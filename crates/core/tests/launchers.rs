@@ -4,6 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
+use std::thread;
 use std::time::Duration;
 
 use bonfire_core::launch::launch;
@@ -83,6 +84,22 @@ fn ranks_of_one_host_connect_without_a_secret() {
             assert_eq!(rank.outcome(), Ok("[6, 6, 6, 6, 6]".into()));
             assert!(rank.end().success());
         }
+    }
+}
+
+#[test]
+fn a_process_that_is_a_rank_prints_on_rank_0_only() {
+    if is_child() {
+        // On any thread of it: no rank's program is known to run on this one.
+        let first = thread::spawn(bonfire_core::launch::is_first_rank).join().expect("no panic");
+        return report(&Ok(first.to_string()));
+    }
+    const NAME: &str = "a_process_that_is_a_rank_prints_on_rank_0_only";
+    let cases = [(vec![], "true"), (mpirun(0, 3), "true"), (mpirun(2, 3), "false"), (srun(1, 3, 1, "a-host"), "false")];
+    for (variables, first) in cases {
+        let mut rank = Process::start(NAME, &variables);
+        assert_eq!(rank.outcome(), Ok(first.into()), "{variables:?}");
+        assert!(rank.end().success());
     }
 }
 

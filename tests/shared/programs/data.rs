@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use bonfire::{Checkpoints, ShardedSampler, SyncBatchNormConfig, TrainingState};
+use bonfire::{Checkpoints, Error, ShardedSampler, SyncBatchNormConfig, TrainingState, launch};
 use burn::optim::{AdamConfig, SgdConfig};
 
 use super::*;
@@ -185,5 +185,19 @@ fn a_training_goes_on_with_other_ranks_and_batches_and_again_after_its_end() {
                 assert!((found - expected).abs() < 1e-9, "{worlds:?}: {found}, not {expected}");
             }
         }
+    }
+}
+
+#[test]
+fn a_training_that_had_ended_may_be_launched_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = || {
+        let path = folder.path().to_path_buf();
+        launch::run(Group::threads(2).unwrap(), move |group| Ok::<_, Error>(epochs(group, &path, 10, 1, usize::MAX)))
+    };
+    let (first, again) = (run().unwrap(), run().unwrap());
+    for (rank, ((steps, trained), (more, unchanged))) in first.into_iter().zip(again).enumerate() {
+        assert_eq!((steps, more), (5, 0), "rank {rank}");
+        assert_eq!(trained, unchanged, "rank {rank}");
     }
 }

@@ -148,6 +148,16 @@ fn different_settings_and_sync_on_one_rank_are_errors_on_all_ranks() {
         outcome
     });
     check_errors(&sizes, "rank 0's buckets have 1000 bytes and rank 1's 1001 bytes");
+    let later = errors(|ddp, model, rank| {
+        let step =
+            |ddp: &DataParallel| ddp.run(model, [1], |model, batch| (model.loss(values([1, 5], batch), false), 1));
+        step(ddp)?;
+        ddp.set_bucket_bytes(1000 + rank);
+        let outcome = step(ddp);
+        ddp.set_bucket_bytes(1000);
+        outcome
+    });
+    check_errors(&later, "rank 0's buckets have 1000 bytes and rank 1's 1001 bytes");
     let no_samples = errors(|ddp, model, _| ddp.skip(model));
     check_errors(&no_samples, "no rank has any samples");
 }
