@@ -102,6 +102,27 @@ pub(crate) fn buckets(
     full.into_iter().map(|positions| Bucket { positions, block: None }).collect()
 }
 
+/// Returns the buckets of a backward pass through blocks, with the trained parameters of each: for each block, the
+/// gradients of one element type. None has those of two blocks: it would wait for the second while the first one's
+/// gradients could be sent, and freed.
+pub(crate) fn buckets_of_blocks(
+    parameters: &[Parameter],
+    blocks: impl IntoIterator<Item = (usize, impl IntoIterator<Item = usize>)>,
+) -> BucketTable {
+    let mut table: Vec<Bucket> = Vec::new();
+    for (block, trained) in blocks {
+        let first = table.len();
+        for position in trained {
+            let dtype = |position: usize| parameters[position].dtype;
+            match table[first..].iter_mut().find(|bucket| dtype(bucket.positions[0]) == dtype(position)) {
+                Some(bucket) => bucket.positions.push(position),
+                None => table.push(Bucket { positions: vec![position], block: Some(block) }),
+            }
+        }
+    }
+    table.into()
+}
+
 /// How a rank's gradients enter the mean over the samples of all ranks.
 ///
 /// A weight is at most 1, and the ranks' weights add up to 1. So neither a product nor a sum of products exceeds the
@@ -144,18 +165,22 @@ impl Weighting {
 mod tests {
     use super::*;
 
-    fn split(items: &[(DType, usize)]) -> Vec<Vec<usize>> {
-        split_with(Limits::ON_HOST, items)
-    }
-
-    fn split_with(limits: Limits, items: &[(DType, usize)]) -> Vec<Vec<usize>> {
+    /// Parameters of these element types and bytes.
+    fn parameters(items: &[(DType, usize)]) -> Vec<Parameter> {
         let parameter = |&(dtype, bytes): &(DType, usize)| Parameter {
             path: String::new(),
             shape: vec![bytes / dtype.size()],
             dtype,
         };
-        let parameters: Vec<_> = items.iter().map(parameter).collect();
-        let buckets = buckets(&parameters, (0..items.len()).rev(), limits);
+        items.iter().map(parameter).collect()
+    }
+
+    fn split(items: &[(DType, usize)]) -> Vec<Vec<usize>> {
+        split_with(Limits::ON_HOST, items)
+    }
+
+    fn split_with(limits: Limits, items: &[(DType, usize)]) -> Vec<Vec<usize>> {
+        let buckets = buckets(&parameters(items), (0..items.len()).rev(), limits);
         buckets.iter().map(|bucket| bucket.positions.clone()).collect()
     }
 
@@ -191,5 +216,17 @@ mod tests {
         let buckets = split_with(Limits::of(true), &sizes);
         assert_eq!(buckets.iter().map(Vec::len).collect::<Vec<_>>(), [1, 36, 36, 36, 36, 5]);
         assert_eq!(split_with(Limits::of(true), &[(DType::F32, 8), (DType::F32, 25 * MIB)]), [vec![1], vec![0]]);
+    }
+    #[test]
+    fn a_bucket_has_one_block_and_one_element_type() {
+        let (small, half) = ((DType::F32, 8), (DType::F16, 8));
+        let parameters = parameters(&[small, small, half, small, half, small]);
+        let of = |blocks: Vec<(usize, Vec<usize>)>| buckets_of_blocks(&parameters, blocks);
+        let bucket = |block, positions: &[usize]| Bucket { positions: positions.to_vec(), block: Some(block) };
+        // Block 1 has only frozen parameters.
+        let table = of(vec![(2, vec![4, 3, 5]), (1, vec![]), (0, vec![0, 2, 1])]);
+        let expected = [bucket(2, &[4]), bucket(2, &[3, 5]), bucket(0, &[0, 1]), bucket(0, &[2])];
+        assert_eq!(table[..], expected);
+        assert!(of(vec![]).is_empty());
     }
 }

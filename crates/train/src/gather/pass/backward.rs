@@ -2,7 +2,7 @@
 
 use super::super::blocks::Announcement;
 use super::{BlockState, Pass};
-use crate::bucket::{Bucket, BucketTable};
+use crate::bucket::{BucketTable, buckets_of_blocks};
 use crate::lane::Tensor;
 use crate::protocol::Problem;
 use crate::step::Exchange;
@@ -183,20 +183,13 @@ impl Pass {
         }
     }
 
-    /// Returns the buckets of this pass: for each block, the gradients of one element type.
+    /// Returns the buckets of this pass.
     fn buckets(&self) -> BucketTable {
-        let mut table: Vec<Bucket> = Vec::new();
-        for block in self.engine.history.gradients(&self.forward) {
-            let first = table.len();
-            let trained = self.shared.blocks[block].iter().filter(|position| self.agreement.header.trained[**position]);
-            for &position in trained {
-                let dtype = |position: usize| self.shared.model.parameters[position].dtype;
-                match table[first..].iter_mut().find(|bucket| dtype(bucket.positions[0]) == dtype(position)) {
-                    Some(bucket) => bucket.positions.push(position),
-                    None => table.push(Bucket { positions: vec![position], block: Some(block) }),
-                }
-            }
-        }
-        table.into()
+        let trained = |block: usize| {
+            let positions = self.shared.blocks[block].iter().copied();
+            (block, positions.filter(|position| self.agreement.header.trained[*position]))
+        };
+        let blocks = self.engine.history.gradients(&self.forward).into_iter().map(trained);
+        buckets_of_blocks(&self.shared.model.parameters, blocks)
     }
 }
