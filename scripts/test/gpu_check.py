@@ -16,6 +16,11 @@ import time
 import unittest
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "gpu-check"
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(SCRIPT.parent))
+from gpu import ledger  # noqa: E402
+from gpu.programs import programs  # noqa: E402
+
 # With the numbers that a library's version function returns as macros.
 LIBRARY = """
 int cuDriverGetVersion(int *version) { *version = DRIVER; return 0; }
@@ -64,7 +69,8 @@ class GpuCheck(unittest.TestCase):
         self.out, self.bundle = self.folder / "out", self.folder / "bundle"
         for name in ["bundle/programs", "bin", "driver", "temporary"]:
             (self.folder / name).mkdir(parents=True)
-        shutil.copy2(SCRIPT, self.bundle)
+        self.script_into(self.bundle)
+        (self.bundle / "gpu" / "hashes.json").write_text("{}")
         (self.bundle / "commit").write_text("0123456789ab\n")
         self.executable(self.folder / "bin" / "nvidia-smi", "echo 'Some GPU, 80 GiB, 550.1'")
         self.put("driver/libcuda.so.1")
@@ -74,6 +80,10 @@ class GpuCheck(unittest.TestCase):
             "LD_LIBRARY_PATH": f"{self.folder}/driver",
             "TMPDIR": f"{self.folder}/temporary",
         }
+
+    def script_into(self, folder):
+        shutil.copy2(SCRIPT, folder)
+        shutil.copytree(SCRIPT.parent / "gpu", folder / "gpu")
 
     def executable(self, path, text):
         path.write_text(f"#!/bin/sh\n{text}\n")
@@ -102,10 +112,10 @@ class GpuCheck(unittest.TestCase):
         return subprocess.Popen(command, env=self.environment, text=True, **pipes)
 
     def check(self, *arguments, status=0):
-        """Runs gpu-check, and returns its output."""
+        """Runs gpu-check, and returns its output. A status of None may be any."""
         process = self.start(*arguments)
         output = process.communicate(timeout=60)[0]
-        self.assertEqual(process.returncode, status, output)
+        self.assertIn(status, (None, process.returncode), output)
         self.assertEqual(list((self.folder / "temporary").iterdir()), [], "temporary folders are removed")
         return output
 
@@ -207,7 +217,7 @@ class GpuCheck(unittest.TestCase):
         (self.folder / "toolkit/lib64/libnccl.so.2").unlink()
         self.program("test-nccl", OK)
         skipped = "skipped: libnccl not found; pip install nvidia-nccl-cu12"
-        self.assertIn(f"tests/nccl            {skipped}\n", self.check("tests/nccl", status=77))
+        self.assertIn(f"tests/nccl                   {skipped}\n", self.check("tests/nccl", status=77))
         self.assertIn(f"| tests/nccl | {skipped} |", (self.out / "summary.md").read_text())
         row = self.rows()["tests/nccl"]
         self.assertEqual((row["result"], row["reason"]), ("skipped", skipped.removeprefix("skipped: ")))
@@ -261,7 +271,7 @@ class GpuCheck(unittest.TestCase):
         steps = list(dict.fromkeys(name.split("/")[0] for name in self.rows()))
         self.assertEqual(steps, ["tests", "bench", "forms", "sanitizer", "soak", "trainers"])
         self.assertIn("a figure\n", output)
-        self.assertIn("20 passed, 0 failed, 7 skipped", output)
+        self.assertIn("28 passed, 0 failed, 8 skipped", output)
 
     # The end at any moment
 
@@ -308,6 +318,137 @@ class GpuCheck(unittest.TestCase):
         process.communicate()
         self.assertGreater(read, 50)
 
+    # Sittings
+
+    def repository(self):
+        """A repository with this script and a file for each that programs cover. All programs are due."""
+        root = self.folder / "repository"
+        measurements = root / ledger.MEASUREMENTS
+        measurements.mkdir(parents=True)
+        (root / "scripts").mkdir()
+        self.script_into(root / "scripts")
+        forms = [f"kernels/all_reduce_{form}.cu" for form in ("push", "one_shot", "two_shot")]
+        modules = [pattern + ("" if "." in pattern else ".rs") for p in programs(1) for pattern in p.covers]
+        for name in [*forms, "kernels/some.cuh", *(name for name in modules if "*" not in name)]:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(name)
+        (measurements / "gpu.md").write_text("before\n" + "".join(ledger.MARKS) + "after\n")
+        failed = {"hash": None, "result": "failed", "reason": None, "device": "a GPU", "driver": "1"}
+        book = ledger.Ledger(measurements / ledger.NAME)
+        book.rows = [
+            {"program": program.name, "seconds": 4, "date": "2026-01-01", **failed} for program in programs(1)
+        ]
+        book.path.write_text(book.text())
+        return root, measurements
+
+    def sitting(self, root, *arguments, **more):
+        """Runs a bundle of this repository with a report of its own."""
+        (self.bundle / "gpu" / "hashes.json").write_text(json.dumps(ledger.hashes(programs(1), root)))
+        shutil.copy(root / ledger.MEASUREMENTS / ledger.NAME, self.bundle / "gpu")
+        shutil.rmtree(self.out, ignore_errors=True)
+        return self.check(*arguments, **more)
+
+    def in_repository(self, root, *arguments, status=0):
+        command = [sys.executable, root / "scripts" / "gpu-check", *arguments]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.assertEqual(ended.returncode, status, ended.stdout)
+        return ended.stdout
+
+    def next_names(self, root):
+        return [line.split()[0] for line in self.in_repository(root, "--next").splitlines()[1:]]
+
+    def test_each_sitting_goes_on_where_the_last_one_ended(self):
+        self.toolkit()
+        root, measurements = self.repository()
+        self.program("test-cuda", f"sleep 1.2; {OK}")
+        # Each is expected to take 5 s, so that no sitting has time for two. On a slow machine one may have none.
+        ran = []
+        for _ in range(20):
+            left = [name for name in self.next_names(root) if name.startswith("forms")]
+            if not left:
+                break
+            output = self.sitting(root, "--budget", "6", "forms", status=None)
+            ran.append(list(self.rows()))
+            self.assertIn(f"{len(left) - len(ran[-1])} left" if len(left) > len(ran[-1]) else "1 passed", output)
+            recorded = self.in_repository(root, "--record", self.out / "report.json")
+            self.assertIn(f"{len(ran[-1])} rows entered", recorded)
+        self.assertEqual(sum(ran, []), ["forms/push", "forms/one-shot", "forms/two-shot", "forms/host"])
+        self.assertGreaterEqual(len(ran), 4)
+        self.assertNotIn("forms", " ".join(self.next_names(root)))
+        page = (measurements / "gpu.md").read_text()
+        self.assertTrue(page.startswith("before\n") and page.endswith("after\n"))
+        self.assertRegex(page, r"\| forms/host \| passed \| 20.* \| Some GPU, 550.1 \| [1-9]")
+        # A report that is entered twice adds nothing.
+        self.assertIn("0 rows entered", self.in_repository(root, "--record", self.out / "report.json"))
+        self.assertIn("0 passed, 0 failed, 0 skipped", self.sitting(root, "--budget", "60", "forms", status=77))
+
+    def test_a_change_brings_back_what_covers_it_and_nothing_else(self):
+        root, measurements = self.repository()
+        digests = ledger.hashes(programs(1), root)
+        book = ledger.Ledger(measurements / ledger.NAME)
+        book.rows = [{**row, "result": "passed", "hash": digests[row["program"]]} for row in book.rows]
+        book.path.write_text(book.text())
+        self.assertEqual(self.in_repository(root, "--next"), "nothing is due\n")
+        (root / "kernels/all_reduce_push.cu").write_text("another")
+        due = self.next_names(root)
+        # What covers all kernels, or all of all_reduce, and the form itself.
+        self.assertLessEqual({"forms/push", "tests/cuda", "tests/cuda_groups", "bench/paths/2"}, set(due))
+        others = {"forms/one-shot", "forms/two-shot", "forms/host", "tests/nccl", "bench/gpu_bench/overlap"}
+        self.assertFalse(others & set(due))
+        (root / "kernels/all_reduce_push.cu").write_text("kernels/all_reduce_push.cu")
+        self.assertEqual(self.in_repository(root, "--next"), "nothing is due\n")
+
+    def test_what_the_budget_cuts_off_has_not_failed_and_comes_first(self):
+        self.toolkit()
+        root, _ = self.repository()
+        self.program("test-cuda", "sleep 20")
+        self.sitting(root, "--budget", "7", "forms/host", status=77)
+        self.assertEqual(self.rows()["forms/host"]["result"], "cut off")
+        # A call with the same report goes on with it: it needs longer than it had.
+        output = self.check("--budget", "7", "forms/host", status=1)
+        self.assertIn("--budget 7 is too small for any program that is due: give", output)
+
+    def test_what_is_not_in_a_bundle_is_left(self):
+        self.toolkit()
+        root, _ = self.repository()
+        self.program("test-cuda", OK)
+        output = self.sitting(root, "--budget", "600", "tests/cuda", "tests/digits")
+        self.assertIn("tests/digits                 left: it is not in this bundle\n", output)
+        self.assertEqual(list(self.rows()), ["tests/cuda"])
+
+    def test_what_cannot_be_used_is_one_line_and_changes_nothing(self):
+        self.toolkit()
+        root, measurements = self.repository()
+        self.program("test-cuda", OK)
+        self.sitting(root, "--budget", "60", "forms/host")
+        report = self.out / "report.json"
+        (root / "tests/cuda.rs").write_text("another")
+        before = [(measurements / name).read_text() for name in (ledger.NAME, "gpu.md")]
+        wrong, newer = self.folder / "wrong.json", self.folder / "newer.json"
+        wrong.write_text("{}")
+        newer.write_text('{"format": 2, "rows": []}')
+        for given, message in [
+            (report, "forms/host ran with other files than those here: record it at commit 0123456789ab"),
+            (wrong, "is no report of gpu-check"),
+            (self.folder / "none", "none: No such file or directory"),
+        ]:
+            output = self.in_repository(root, "--record", given, status=1)
+            self.assertTrue(message in output and len(output.splitlines()) == 1, output)
+        self.assertEqual(before, [(measurements / name).read_text() for name in (ledger.NAME, "gpu.md")])
+        shutil.copy(newer, measurements / ledger.NAME)
+        self.assertIn("is a ledger of format 2", self.in_repository(root, "--next", status=1))
+        (measurements / ledger.NAME).write_text(before[0])
+        (root / "tests/cuda.rs").unlink()
+        output = self.in_repository(root, "--next", status=1)
+        self.assertIn("tests/cuda covers tests/cuda, and there is no such file: correct gpu/programs.py", output)
+
+    def test_the_page_has_the_table_of_the_ledger(self):
+        measurements = SCRIPT.parent.parent / ledger.MEASUREMENTS
+        page = (measurements / "gpu.md").read_text()
+        self.assertEqual(page, ledger.with_table(page, ledger.Ledger(measurements / ledger.NAME).table(programs(1))))
+        # All that programs cover exists.
+        ledger.hashes(programs(1))
+
     # On another machine
 
     def test_a_rented_machine(self):
@@ -337,6 +478,7 @@ class GpuCheck(unittest.TestCase):
             (["--wrong"], "there is no option --wrong"),
             (["--limit"], "--limit needs a value"),
             (["--limit", "long"], "--limit is long, not a number of seconds"),
+            (["--budget", "long"], "--budget is long, not a number of seconds"),
             (["--cuda", "/nowhere"], "--cuda: there is no folder /nowhere"),
         ]:
             self.assertIn(message, self.check(*arguments, status=2))
