@@ -114,8 +114,8 @@ const OPERATION: &str = "full sharding";
 /// Those that treat each element by itself: burn's `Sgd`, `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight
 /// decay and clipping. An optimizer sees parts of parameters, so gradients are [`Parts`], which
 /// [`for_optimizer`](Parts::for_optimizer) makes those of one optimizer: it clips as the optimizer is set to, and
-/// refuses one that mixes the elements of a parameter, such as `Muon`. Nothing compares the ranks' optimizers and
-/// learning rates.
+/// refuses one that mixes the elements of a parameter, such as `Muon`. No step compares the ranks' optimizers and
+/// learning rates; [`Checkpoints::verify`](crate::Checkpoints::verify) and every save do.
 ///
 /// # What stays gathered
 /// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others

@@ -75,9 +75,8 @@ impl DataParallel {
     /// or needs a gradient where the parameter does not: rank 0 logs its name, what is done with it, and a remedy.
     ///
     /// A training that then leaves out every step ends with other weights on each rank. So if this is dropped on a rank
-    /// that has made none, nor called [`verify`](Self::verify) or [`average_states`](Self::average_states),
-    /// [`launch`](crate::launch()) returns an error for a rank that otherwise succeeds. Without `launch` a warning is
-    /// logged.
+    /// that has made none, nor called [`verify`](Self::verify) or [`average_states`](Self::average_states), a warning
+    /// is logged. Its results count.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first

@@ -109,8 +109,8 @@ const OPERATION: &str = "full sharding";
 /// Those that treat each element by itself: burn's `Sgd`, `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight
 /// decay and clipping. An optimizer sees parts of parameters, so gradients are [`Parts`], which
 /// [`for_optimizer`](Parts::for_optimizer) makes those of one optimizer: it clips as the optimizer is set to, and
-/// refuses one that mixes the elements of a parameter, such as `Muon`. Nothing compares the ranks' optimizers and
-/// learning rates.
+/// refuses one that mixes the elements of a parameter, such as `Muon`. No step compares the ranks' optimizers and
+/// learning rates; [`Checkpoints::verify`](crate::Checkpoints::verify) and every save do.
 ///
 /// # What stays gathered
 /// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others
@@ -120,11 +120,6 @@ const OPERATION: &str = "full sharding";
 /// batches the faster one. So ranks whose inputs have different shapes may gather different blocks again. They get
 /// [`Error::Mismatch`] for it if such a block runs twice, or if ranks run different numbers of passes: give them inputs
 /// of equal shapes then, or use gradient checkpointing.
-///
-/// # Ranks as threads
-/// A rank must not run another backward pass between the forward and the backward pass of a pass: burn-autodiff locks
-/// all graphs of the process at its end, among them that of a rank which waits for this one to gather a block. That
-/// rank then gets [`Error::Timeout`] at its deadline. Ranks that are processes may.
 ///
 /// # Lost ranks
 /// The parts on a lost rank are lost. All others get the error.

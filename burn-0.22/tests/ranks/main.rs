@@ -17,6 +17,7 @@ mod scan_version;
 #[path = "../../../tests/shared/mod.rs"]
 mod shared;
 
+mod backward;
 mod checkpoints;
 mod devices;
 mod embedding;
