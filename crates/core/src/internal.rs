@@ -33,7 +33,7 @@ pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin, with_local};
-pub use crate::types::{Parts, Places, Ranges, RankList, function, hash, panic_message};
+pub use crate::types::{Parts, Places, Ranges, RankList, function, hash, panic_message, warn};
 #[cfg(unix)]
 pub use crate::{
     auth::{

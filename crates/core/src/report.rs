@@ -66,8 +66,9 @@ pub enum Event {
     },
 }
 
-pub fn waits(elapsed: Duration, what: String, places: String) {
-    send(|| Event::Waits { elapsed, what, places: cut(places) });
+/// Returns whether there is a launcher.
+pub fn waits(elapsed: Duration, what: String, places: String) -> bool {
+    send(|| Event::Waits { elapsed, what, places: cut(places) })
 }
 
 /// `number` returns the launcher's number of a rank of the group that failed, if it is known.
@@ -116,7 +117,8 @@ fn named(error: &Error) -> Option<Vec<usize>> {
 
 /// Sends a report, if a launcher listens. If the launcher is stopped, waits for at most a second, which the launcher
 /// has set on the socket. A report that cannot be sent is dropped: it explains a failure and must not cause one.
-fn send(event: impl FnOnce() -> Event) {
+/// Returns whether there is a launcher.
+fn send(event: impl FnOnce() -> Event) -> bool {
     static LAUNCHER: OnceLock<Option<(UnixDatagram, u32)>> = OnceLock::new();
     let launcher = LAUNCHER.get_or_init(|| inherited(&env::var(VARIABLE).ok()?));
     if let Some((socket, local)) = launcher
@@ -124,6 +126,7 @@ fn send(event: impl FnOnce() -> Event) {
     {
         let _ = socket.send(&bytes);
     }
+    launcher.is_some()
 }
 
 /// Returns a duplicate of the inherited socket, and the local rank. A program between the launcher and this rank may
@@ -178,7 +181,7 @@ mod tests {
         let (site, elapsed) = (Site { call, sequence: 0 }, Duration::ZERO);
         let (missing, whereabouts) = (vec![1, 2, 3], Box::default());
         let timeout = &Error::Timeout { site, rank: 0, missing, elapsed, whereabouts };
-        assert_eq!(named(&Error::Left { site, rank: 2 }), (true, vec![12]));
+        assert_eq!(named(&Error::Left { site, rank: 2, note: String::new() }), (true, vec![12]));
         assert_eq!(named(timeout), (true, vec![11, 12]));
         let excluded = Error::Shrink { rank: 0, why: ShrinkError::Excluded { by: 1 }, elapsed };
         assert_eq!(named(&excluded), (true, vec![]));

@@ -9,6 +9,7 @@ mod partition;
 mod ranges;
 mod ranks;
 mod shape;
+mod warning;
 mod whereabouts;
 
 pub(crate) use self::call::Fingerprint;
@@ -23,5 +24,6 @@ pub(crate) use self::partition::part_start;
 pub use self::partition::partition;
 pub use self::ranges::Ranges;
 pub use self::ranks::RankList;
+pub use self::warning::warn;
 pub(crate) use self::whereabouts::{Locate, asked};
 pub use self::whereabouts::{Places, ProgramCall, Whereabouts};

@@ -46,11 +46,17 @@ fn a_rank_outside_of_any_call(group: Group) {
 /// Rank 0 waits for rank 2 in a group of these two, and rank 1 for both in another.
 fn a_rank_in_a_call_of_another_group(group: Group) {
     let pair = [0, 2].contains(&group.rank()).then(|| group.subgroup(&[0, 2]).unwrap());
-    let line = line!() + 7;
+    let line = line!() + 13;
     if group.rank() == 2 {
         let own = format!("in barrier at {}:{line}", file!());
-        logged::wait_for(&["rank 0 has waited", "for rank 2", &own]);
-        logged::wait_for(&["rank 1 has waited", "for ranks 0, 2", &format!("rank 0 is {own}"), "rank 2 is in no call"]);
+        // As the group of the two numbers this rank.
+        logged::wait_for(&["rank 0 has waited", "for rank 1: ", &own]);
+        logged::wait_for(&[
+            "rank 1 has waited",
+            "for ranks 0, 2: ",
+            &format!("rank 0 is {own}"),
+            "rank 2 is in no call",
+        ]);
     }
     if let Some(pair) = pair {
         pair.barrier().unwrap();

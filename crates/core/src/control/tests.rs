@@ -36,7 +36,7 @@ fn fuzz_messages() {
         Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed, whereabouts: [(0, whereabouts.clone())].into() },
         Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "ended".into(), elapsed },
         Error::Disconnected { site, rank: 1, peer: 2, reason: "it was closed".into(), elapsed },
-        Error::Left { site, rank: 3 },
+        Error::Left { site, rank: 3, note: "here".into() },
         Error::broken("listening", "no"),
     ];
     let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();

@@ -212,7 +212,10 @@ impl Core {
                 let whereabouts = self.whereabouts(&missing).into();
                 Error::Timeout { site, rank, missing, elapsed, whereabouts }
             }
-            Fault::Left { peer } => Error::Left { site, rank: peer },
+            Fault::Left { peer } => {
+                let note = Places(&[(rank, self.journal.whereabouts())]).to_string();
+                Error::Left { site, rank: peer, note }
+            }
             Fault::Lost { peer, reason } => {
                 Error::PeerLost { site, peer, address: self.executor.transport.address(peer), reason, elapsed }
             }

@@ -230,8 +230,8 @@ fn missing_reason(variables: &Variables, name: &str) -> String {
     });
     format!(
         "{name} is not set, and no launcher was recognised, of {} and plain RANK with WORLD_SIZE{}: start the program \
-         with `bonfire run -n RANKS -- PROGRAM`, or describe the group with BONFIRE_RANK, BONFIRE_WORLD_SIZE and \
-         BONFIRE_ADDRESS, or with Group::builder(){lone}",
+         with `bonfire run -n RANKS -- PROGRAM`, use `bonfire::launch`, whose ranks are threads without a launcher, or \
+         describe the group with BONFIRE_RANK, BONFIRE_WORLD_SIZE and BONFIRE_ADDRESS, or with Group::builder(){lone}",
         launchers.join(", "),
         slurm::hint(variables)
     )

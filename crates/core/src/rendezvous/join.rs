@@ -29,8 +29,7 @@ use crate::auth::{AcceptQueue, Identity, Listener, Purpose, RETRY};
 use crate::control::invitation::random;
 use crate::control::{ControlSetup, GroupStatus, MAX_DATA_CONNECTIONS, admit, frame};
 use crate::descriptors;
-use crate::report;
-use crate::sync::ENDLESS;
+use crate::sync::{ENDLESS, warn_of_wait};
 use crate::types::{Error, RankList};
 
 /// How long rank 0 keeps answering after the rendezvous has failed.
@@ -76,8 +75,7 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
         sleep(settings.timeout / 10).await;
         let (rank, elapsed) = (settings.rank, start.elapsed());
         let waiting = format!("for the group to connect: {}", waiting_for.borrow());
-        log::warn!("rank {rank} has waited {elapsed:.1?} {waiting}");
-        report::waits(elapsed, waiting, String::new());
+        warn_of_wait(rank, elapsed, waiting, String::new());
         pending().await
     };
     let joined = tokio::select! {

@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPIN_POLLS, YIELD_TIME, fence};
-use crate::types::Error;
+use crate::types::{Error, warn};
 
 /// The longest time limit, ten years: a longer one may exceed the range of the clock.
 pub const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
@@ -94,7 +94,7 @@ impl<'a> SlowWaitWarning<'a> {
         self.deadline.elapsed() >= self.deadline.tenth() + time.min(self.deadline.tenth())
     }
 
-    /// Logs the warning and reports it to the launcher, if it is due and not done yet. `waiting` says in which
+    /// Says that a rank has waited for long, if it is due and not done yet. `waiting` says in which
     /// operation and for which ranks, which all ranks that wait say alike; and where ranks are, if that is known.
     pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> (String, String)) {
         let elapsed = self.deadline.elapsed();
@@ -102,11 +102,20 @@ impl<'a> SlowWaitWarning<'a> {
             self.warned = true;
             let (what, places) = waiting();
             let places = if places.is_empty() { places } else { format!(": {places}") };
-            log::warn!("rank {rank} has waited {elapsed:.1?} {what}{places}");
-            #[cfg(unix)]
-            crate::report::waits(elapsed, what, places);
+            warn_of_wait(rank, elapsed, what, places);
         }
     }
+}
+
+/// Says that a rank has waited for long: to the launcher, which prints it, and in the log; without both on standard
+/// error.
+pub(crate) fn warn_of_wait(rank: usize, elapsed: Duration, what: String, places: String) {
+    let text = format!("rank {rank} has waited {elapsed:.1?} {what}{places}");
+    #[cfg(unix)]
+    if crate::report::waits(elapsed, what, places) {
+        return log::warn!("{text}");
+    }
+    warn(format_args!("{text}"));
 }
 
 /// The environment variable with the deadline of operations, in seconds.

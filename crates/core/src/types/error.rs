@@ -147,13 +147,18 @@ pub enum Error {
     /// A rank that this operation needs has left the group in order: it dropped its handles or was interrupted.
     #[error(
         "{site}: rank {rank} has left the group; all ranks must make the same number of calls before any of them \
-         drops its group"
+         drops its group{}",
+        Note(.note)
     )]
     Left {
         /// The operation.
         site: Site,
         /// The rank that left.
         rank: usize,
+        /// Where the rank that needed it was in its program, as text. Empty if it is not known. It does not count in
+        /// comparisons.
+        #[derive_where(skip(EqHashOrd))]
+        note: String,
     },
 
     /// Two ranks name different members for the same subgroup. The parent group is poisoned. See

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use bonfire_core::Group;
+use bonfire_core::internal::warn;
 
 /// Whether a training has been used for more than the first broadcast. If it is dropped before, the rank may have
 /// trained alone. Only the program knows, and its results count: the suspicion is a warning in the log.
@@ -39,7 +40,7 @@ impl Unused {
 impl Drop for Unused {
     fn drop(&mut self) {
         if let Some(warning) = self.warning() {
-            log::warn!("rank {}: {warning}", self.group.rank());
+            warn(format_args!("rank {}: {warning}", self.group.rank()));
         }
     }
 }

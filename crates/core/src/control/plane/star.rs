@@ -20,7 +20,7 @@ const KNOCK: u64 = 2;
 /// one that ends the operation on all.
 fn is_news(message: &Message, status: &GroupStatus) -> bool {
     match message {
-        Message::Failed(Error::Left { rank, site }, _) => *rank != 0 && !status.has_missed(*rank, site),
+        Message::Failed(Error::Left { rank, site, .. }, _) => *rank != 0 && !status.has_missed(*rank, site),
         message => matches!(message, Message::Failed(..)),
     }
 }

@@ -146,7 +146,7 @@ fn ranks_that_rank_0_has_left_connect_to_each_other_only_if_one_waits() {
     for rank in network.ranks.iter_mut().filter(|rank| ![0, 5].contains(&rank.rank())) {
         // They find that ranks have left, which is no news, and go on for longer than any timeout.
         for left in [0, 5] {
-            let error = Error::Left { site: site(0, 1), rank: left };
+            let error = Error::Left { site: site(0, 1), rank: left, note: String::new() };
             rank.handle_outgoing(ControlRequest::Failed(error, 0));
         }
         (0..100).for_each(|_| rank.tick());

@@ -61,7 +61,7 @@ impl Address {
             (host, _) => {
                 let part = if host.is_some() { "at which port rank 0 listens" } else { "where rank 0 listens" };
                 Err(format!(
-                    "BONFIRE_ADDRESS is not set, and {by} does not say {part}: set it to rank 0's HOST:PORT on all \
+                    "BONFIRE_ADDRESS is not set, and nothing of {by} says {part}: set it to rank 0's HOST:PORT on all \
                      ranks{or}"
                 ))
             }

@@ -33,10 +33,8 @@ impl Error {
             Error::Library { library, reason } => vec![library, reason],
             Error::OutOfMemory { operation, device, reason } => vec![operation, device, reason],
             Error::Shrink { why: ShrinkError::Missing { problem, .. }, .. } => vec![problem],
-            Error::Mismatch { note, .. } => vec![note],
-            Error::Timeout { .. } | Error::Left { .. } | Error::MemberMismatch { .. } | Error::Shrink { .. } => {
-                Vec::new()
-            }
+            Error::Mismatch { note, .. } | Error::Left { note, .. } => vec![note],
+            Error::Timeout { .. } | Error::MemberMismatch { .. } | Error::Shrink { .. } => Vec::new(),
         }
     }
 }
