@@ -103,10 +103,11 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
         }
         ranks.insert(trace.rank, (file, trace));
     }
-    Ok(groups
-        .into_values()
-        .map(|ranks| Diagnosis::new(ranks.into_values().map(|(_, trace)| trace).collect()))
-        .collect())
+    let diagnoses = groups.into_values().map(|ranks| ranks.into_values().map(|(_, trace)| trace).collect());
+    let mut diagnoses: Vec<_> = diagnoses.map(Diagnosis::new).collect();
+    // A group of which only some ranks have written a trace is most often one that failed with another.
+    diagnoses.sort_by_key(|group| group.absent.len());
+    Ok(diagnoses)
 }
 
 /// Replaces control characters in a trace: its texts are printed and must not control the terminal.

@@ -55,6 +55,23 @@ fn a_job_with_all_operations_done_is_healthy() {
 }
 
 #[test]
+fn the_group_with_the_most_traces_comes_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, group: &str, rank| {
+        let mut trace = trace(rank, 2, "a", &[done(0, 10)]);
+        trace.group = Some(group.into());
+        std::fs::write(folder.path().join(name), serde_json::to_vec(&trace).unwrap()).unwrap();
+    };
+    write("trace-1.json", "a", 0);
+    write("trace-2.json", "b", 0);
+    write("trace-3.json", "b", 1);
+    let groups = super::read(&[folder.path().to_path_buf()]).unwrap();
+    let texts: Vec<_> = groups.iter().map(|group| report::text(group, 10)).collect();
+    assert!(texts[0].contains("group b: traces of 2 of 2 ranks"), "{}", texts[0]);
+    assert!(texts[1].contains("group a: traces of 1 of 2 ranks"), "{}", texts[1]);
+}
+
+#[test]
 fn ranks_that_are_absent_behind_or_late_are_missing() {
     let failed = |begun| record(1, 8, State::Failed, begun, Some(begun + 50));
     let group = Diagnosis::new(vec![
