@@ -15,7 +15,7 @@ use bonfire_core::{Error, Group};
 use bonfire_train::lane::Tensor as Handle;
 use bonfire_train::protocol::{Problem, Refusal};
 use bonfire_train::step::layers::{Layers, Weight, attempt};
-use bonfire_train::step::{self, Means, Outcome, PassWeight};
+use bonfire_train::step::{self, Means, Outcome, PassWeight, check_loss};
 
 /// What the program's own code returns if it fails in a pass: any error.
 pub type Fault = Box<dyn std::error::Error + Send + Sync>;
@@ -252,7 +252,11 @@ pub(super) trait Form {
         let mut batches = batches.into_iter().peekable();
         while let Some(batch) = batches.next() {
             let open = self.begin(model, batches.peek().is_none())?;
-            let outcome = match attempt(|| loss(&open.model, batch))? {
+            let returned = attempt(|| loss(&open.model, batch))?.and_then(|(loss, weight)| {
+                check_loss(loss.dims()[0])?;
+                Ok((loss, weight))
+            });
+            let outcome = match returned {
                 Ok((loss, weight)) => {
                     let open = open.weigh(weight.value())?;
                     // burn panics in the backward pass of a loss that depends on nothing that is trained.

@@ -41,7 +41,7 @@ pub(crate) use self::stop::Stopping;
 pub(crate) use self::sums::Sums;
 pub use self::sync::Gradients;
 pub use self::unused::Unused;
-pub use self::weight::PassWeight;
+pub use self::weight::{PassWeight, check_loss};
 pub(crate) use self::weight::{counted, usable};
 use crate::agree::all_gather_values;
 use crate::compression::{CompressedLane, Compression, Compressor};

@@ -53,6 +53,28 @@ fn a_weight_that_is_negative_or_not_finite_is_refused_in_each_form() {
 }
 
 #[test]
+fn a_loss_of_several_elements_is_refused_on_all_ranks() {
+    let errors = ranks(2, |group| {
+        let rank = group.rank();
+        let own = batch(&group, 0);
+        let (net, ddp) = DataParallel::new(group.clone(), Net::new(1)).unwrap();
+        let (parts, fsdp) = FullyShardedParallel::new(group, Net::new(1)).unwrap();
+        // Rank 1 forgets the mean in its second pass.
+        let loss = |net: &Net, pass: usize| match (rank, pass) {
+            (1, 1) => (net.forward(inputs(&own)).flatten(0, 1), own.len()),
+            _ => (net.loss(&own), own.len()),
+        };
+        let errors = [ddp.run(&net, 0..2, loss).unwrap_err(), fsdp.run(&parts, 0..2, loss).map(drop).unwrap_err()];
+        ddp.run(&net, [0], loss).unwrap();
+        fsdp.run(&parts, [0], loss).map(drop).unwrap();
+        errors.map(|error| error.to_string())
+    });
+    for error in errors.iter().flatten() {
+        assert!(error.contains("the loss has 5 elements: return their mean") && error.contains("rank 1"), "{error}");
+    }
+}
+
+#[test]
 fn a_weight_of_0_counts_nothing_and_only_zeros_are_refused() {
     let results =
         ranks(2, |group| {

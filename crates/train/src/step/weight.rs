@@ -27,6 +27,15 @@ impl PassWeight for f64 {
     }
 }
 
+/// Refuses a loss of several elements. burn would train on their sum, which is no mean over what the weight of the pass
+/// counts.
+pub fn check_loss(elements: usize) -> Result<(), String> {
+    match elements {
+        1 => Ok(()),
+        _ => Err(format!("the loss has {elements} elements: return their mean, and the number that it is a mean over")),
+    }
+}
+
 /// Returns what the weight of a pass counts. One that cannot be used counts nothing, and is the problem of the pass if
 /// it has no other.
 pub(crate) fn counted(weight: f64, problem: &mut Option<Problem>) -> f64 {
