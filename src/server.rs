@@ -78,7 +78,6 @@
 //!
 //! [`all_reduce`]: cubecl::client::ComputeClient::all_reduce
 
-mod calls;
 mod communication;
 mod compute;
 mod copy;

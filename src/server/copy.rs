@@ -16,9 +16,9 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::download::catch_panic;
-use super::engine::Rows;
 use super::mailbox::Payload;
 use super::runtime::CollectiveRuntime;
+use bonfire_core::internal::Rows;
 use bonfire_core::{Deadline, Error};
 
 /// Runtimes whose devices can copy from each other: the collective ones.

@@ -57,11 +57,12 @@ use self::side::TeamHandle;
 use self::team::Team;
 use super::DeviceTransport;
 use super::download::catch_panic;
-use super::engine::{DeviceOperation, End, Engine, Route, Rows};
+use super::engine::{DeviceOperation, End, Engine, Route};
 use super::memory::{PeerBuffer, Span};
 use super::pending::UNFINISHED;
 use super::status::Status;
 use bonfire_core::error::Site;
+use bonfire_core::internal::Rows;
 use bonfire_core::{Deadline, Error, Group};
 
 impl DeviceTransport for CudaRuntime {

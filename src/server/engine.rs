@@ -12,7 +12,7 @@ use super::DeviceTransport;
 use super::memory::PeerBuffer;
 use super::sent_tensors::SentTensors;
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Peers, Ranges};
+use bonfire_core::internal::{Peers, Ranges, Rows};
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
 
 /// A device operation: a collective as one rank calls it, on memory of its device.
@@ -33,24 +33,6 @@ pub enum Messages {
     Lent(Arc<SentTensors>),
     /// As it does collectives.
     Carried,
-}
-
-/// The largest distance of rows that the driver of CUDA copies: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far.
-pub(super) const MAX_PITCH: usize = i32::MAX as usize;
-
-/// Rows of `bytes` bytes each, which start `pitch` bytes apart.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rows {
-    pub(super) count: usize,
-    pub(super) bytes: usize,
-    pub(super) pitch: usize,
-}
-
-impl Rows {
-    /// Whether the driver copies all of them in one call. Rows without gaps are one run of bytes to it.
-    pub(super) fn can_be_copied(self) -> bool {
-        self.pitch == self.bytes || self.pitch <= MAX_PITCH
-    }
 }
 
 /// A prepared operation, which is launched once all ranks have called it, on any thread.

@@ -15,11 +15,10 @@ use super::driver::{Copy, Gpu, Stream};
 use super::memory::{HostWords, word};
 use super::order::{self, ReadyCounter, Server};
 use super::team::ordinal;
-use crate::server::engine::Rows;
 use crate::server::memory::PeerBuffer;
 use crate::server::status::Status;
 use bonfire_core::Error;
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{Rows, lock};
 
 pub(super) struct CopyStream {
     in_flight: Arc<InFlight>,

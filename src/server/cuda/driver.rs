@@ -11,9 +11,8 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::kernel::{Kernel, Module};
-use crate::server::engine::Rows;
 use bonfire_core::Error;
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{Rows, lock};
 
 /// A physical GPU in its primary context, which cubecl uses too.
 pub(super) struct Gpu {

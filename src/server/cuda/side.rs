@@ -13,8 +13,8 @@ use super::driver::Copy;
 use super::order::{self, ReadyCounter, Server};
 use super::rounds::BufferLayout;
 use super::team::{Prepared, Team};
-use crate::server::engine::{DeviceOperation, MAX_PITCH, part};
-use bonfire_core::internal::{Ranges, lock};
+use crate::server::engine::{DeviceOperation, part};
+use bonfire_core::internal::{Ranges, Rows, lock};
 use bonfire_core::{Call, Error, Operation};
 
 /// A team, and the index of this rank in it.
@@ -156,7 +156,7 @@ fn spread(ranges: &Ranges, memory: u64, (whole, first): (u64, usize)) -> Vec<Cop
             && last.bytes == next.bytes
             && let Some(pitch) = next.to.checked_sub(last.to + (last.pitches.1 * (last.rows - 1)) as u64)
             && (last.rows == 1 || pitch == last.pitches.1 as u64)
-            && (next.bytes as u64..=MAX_PITCH as u64).contains(&pitch)
+            && (next.bytes as u64..=Rows::MAX_PITCH as u64).contains(&pitch)
         {
             last.pitches.1 = pitch as usize;
             last.rows += 1;
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!(copies(&[16..24, 56..64, 96..104, 136..140]), [rows.clone(), Copy::of(1024, 5136, 4)]);
         let apart = Copy { from: 1008, to: 5056, rows: 2, bytes: 8, pitches: (8, 80) };
         assert_eq!(copies(&[96..104, 56..64, 136..144]), [Copy::of(1000, 5096, 8), apart]);
-        let far = MAX_PITCH + 17;
+        let far = Rows::MAX_PITCH + 17;
         assert_eq!(copies(&[16..24, far..far + 8]).len(), 2);
         assert_eq!(reversed(rows), Copy { from: 5016, to: 1000, rows: 3, bytes: 8, pitches: (40, 8) });
         assert_eq!(copies(&[]), []);

@@ -67,11 +67,10 @@ use super::launches::{self, Launches};
 use super::memory::{HostWords, Memory};
 use super::reach::link;
 use super::remote::Remote;
-use crate::server::calls::{Calls, Wait};
 use crate::server::engine::End;
 use crate::server::status::Status;
 use bonfire_core::error::Site;
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{DeviceCalls, DeviceWait, lock};
 use bonfire_core::{Call, DType, Deadline, Error, Operation};
 
 pub(super) struct Team {
@@ -79,7 +78,7 @@ pub(super) struct Team {
     local_ranks: Vec<LocalRank>,
     team_gpus: Vec<TeamGpu>,
     host: HostWords,
-    calls: Mutex<Calls>,
+    calls: Mutex<DeviceCalls>,
     backend: Backend,
     group: Option<GroupTeam>,
 }
@@ -168,7 +167,7 @@ impl Team {
             lock(&team_gpus[team_gpu].queue).calls.push(VecDeque::new());
             local_ranks.push(LocalRank { rank, status: Status::of::<CudaRuntime>(key[local]), team_gpu });
         }
-        let calls = Mutex::new(Calls::of(key.len()));
+        let calls = Mutex::new(DeviceCalls::of(key.len()));
         Ok(Team { key, local_ranks, team_gpus, host, calls, backend, group })
     }
 
@@ -207,7 +206,7 @@ impl Team {
         number
     }
 
-    /// Enqueues a call on the GPU's stream once all ranks there have submitted it. Calls arrive in number order.
+    /// Enqueues a call on the GPU's stream once all ranks there have submitted it. DeviceCalls arrive in number order.
     pub fn submit(&self, local: usize, site: Site, deadline: Deadline, ready: Prepared) -> Result<(), Error> {
         let launches = self.group.as_ref().and_then(|group_team| group_team.launches.as_ref());
         launches.map_or(Ok(()), |launches| launches.append(site.sequence))?;
@@ -252,7 +251,7 @@ impl Team {
     pub fn wait_launched(&self, local: usize, number: u64, deadline: &Deadline) -> Result<(), Error> {
         let (team_gpu, rank) = (self.team_gpu(local), self.local_ranks[local].rank);
         let mut queue = lock(&team_gpu.queue);
-        let mut wait = Wait::of(rank, deadline);
+        let mut wait = DeviceWait::of(rank, deadline);
         while queue.launched < number {
             if let Some(error) = self.failure() {
                 return Err(error);
@@ -342,7 +341,7 @@ impl Team {
         self.fail_locked(lock(&self.calls), error);
     }
 
-    fn fail_locked(&self, mut calls: MutexGuard<'_, Calls>, error: Error) {
+    fn fail_locked(&self, mut calls: MutexGuard<'_, DeviceCalls>, error: Error) {
         if calls.failure.is_some() {
             // The devices may have been cleared since.
             return;
@@ -405,7 +404,7 @@ impl Team {
 }
 
 /// The call with this number, and the local ranks that have not made it.
-fn call_and_missing(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
+fn call_and_missing(calls: &DeviceCalls, number: u64) -> (Site, Vec<usize>) {
     /// Stands in for a call that is no longer known.
     const NOTHING: Call = Call::new(Operation::AllReduce, DType::U8, 0);
     let call = calls.get(number).unwrap_or(NOTHING);

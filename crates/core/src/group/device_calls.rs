@@ -3,12 +3,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use bonfire_core::error::Site;
-use bonfire_core::internal::{RankList, SlowWaitWarning};
-use bonfire_core::{Call, Deadline, Error};
+use crate::sync::{Deadline, SlowWaitWarning};
+use crate::types::{Call, Error, RankList, Site};
 
 /// The calls of several devices. Each device's calls are numbered in order, starting at 1.
-pub(super) struct Calls {
+pub struct DeviceCalls {
     /// How many calls each device has made.
     made: Vec<u64>,
     /// The calls with the numbers after `forgotten`.
@@ -18,9 +17,10 @@ pub(super) struct Calls {
     pub failure: Option<Error>,
 }
 
-impl Calls {
-    pub fn of(devices: usize) -> Calls {
-        Calls { made: vec![0; devices], calls: VecDeque::new(), forgotten: 0, failure: None }
+impl DeviceCalls {
+    /// Those of this many devices, which have made none.
+    pub fn of(devices: usize) -> DeviceCalls {
+        DeviceCalls { made: vec![0; devices], calls: VecDeque::new(), forgotten: 0, failure: None }
     }
 
     /// Records a device's next call and returns its number. Fails if another device made a different call under that
@@ -73,15 +73,16 @@ impl Calls {
 }
 
 /// A device's wait for a call to complete, or for other devices to make it.
-pub(super) struct Wait<'a> {
+pub struct DeviceWait<'a> {
     device: usize,
     deadline: &'a Deadline,
     slow_wait: SlowWaitWarning<'a>,
 }
 
-impl<'a> Wait<'a> {
-    pub fn of(device: usize, deadline: &'a Deadline) -> Wait<'a> {
-        Wait { device, deadline, slow_wait: SlowWaitWarning::until(deadline) }
+impl<'a> DeviceWait<'a> {
+    /// That of this device, until the deadline.
+    pub fn of(device: usize, deadline: &'a Deadline) -> DeviceWait<'a> {
+        DeviceWait { device, deadline, slow_wait: SlowWaitWarning::until(deadline) }
     }
 
     /// Returns how long to sleep before the next poll, and an error after the deadline. `late` says what did not
