@@ -79,7 +79,7 @@ def accesses_of_the_source():
 
 
 SOURCE = accesses_of_the_source()
-# Of words in host memory, by the host: src/server/cuda/memory.rs.
+# Of words in host memory, by the host: crates/cuda/src/memory.rs.
 HOST_STORE, HOST_LOAD = "release.sys", "acquire.sys"
 
 # The arguments

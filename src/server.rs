@@ -78,7 +78,6 @@
 //!
 //! [`all_reduce`]: cubecl::client::ComputeClient::all_reduce
 
-mod calls;
 mod communication;
 mod compute;
 mod copy;
@@ -111,7 +110,8 @@ use cubecl::server::ComputeServer;
 pub use self::compute::{CollectiveServer, Info, LayoutPolicy};
 pub use self::copy::{CopyBetweenDevices, copy};
 pub use self::device::CollectiveDevice;
-use self::engine::{Engine, Route};
+use self::engine::Engine;
+use self::exchange::Route;
 pub use self::exchange::{Completion, DeviceCollectives, Transfer};
 pub use self::runtime::CollectiveRuntime;
 pub use self::status::Counters;

@@ -2,7 +2,8 @@
 
 # Files whose effect only a GPU shows: patterns, and modules, which are a file `NAME.rs` and a folder. What runs without
 # a GPU is tested without one, so a change there does not bring a program back.
-SERVER = ["src/server", "kernels/*.cuh", "kernels/order.cu"]
+CUDA = ["crates/cuda/src", "kernels/*.cuh", "kernels/order.cu"]
+SERVER = ["src/server"]
 ALL_REDUCE = ["kernels/all_reduce_*.cu"]
 SHARDS = ["kernels/all_gather.cu", "kernels/reduce_scatter.cu"]
 KERNELS = ["kernels/*.cu"]
@@ -10,11 +11,12 @@ KERNELS = ["kernels/*.cu"]
 
 class Program:
     """A program of a step. `command` begins with a file of programs/, and OUT in it is the report's folder. `needs`
-    names keys of NEEDS in gpu-check. `covers` are files of the repository, besides SERVER."""
+    names keys of NEEDS in gpu-check. `covers` are files of the repository, besides CUDA and, where tensors are burn's,
+    SERVER."""
 
-    def __init__(self, name, about, command, covers, environment=None, needs=()):
+    def __init__(self, name, about, command, covers, environment=None, needs=(), server=SERVER):
         self.name, self.about, self.command = name, about, command.split()
-        self.covers, self.environment, self.needs = [*SERVER, *covers], environment or {}, needs
+        self.covers, self.environment, self.needs = [*CUDA, *server, *covers], environment or {}, needs
 
     @property
     def between_gpus(self):
@@ -30,7 +32,8 @@ def programs(gpus, soak="100000"):
 
     def test(name, about, file, covers, **options):
         # Tests of this module are of the software driver.
-        own = ("examples/" if file == "digits gpu" else "") + "tests/" + file.split()[0]
+        target = file.split()[0]
+        own = {"digits": "examples/", "operations": "crates/cuda/"}.get(target, "") + f"tests/{target}"
         return Program(name, about, f"test-{file} --nocapture --ignored --skip software::", [own, *covers], **options)
 
     def bench(part, about, covers, needs=()):
@@ -52,6 +55,13 @@ def programs(gpus, soak="100000"):
             [*ALL_REDUCE, *SHARDS],
         ),
         test("tests/digits", "first steps of a training, compared with the host", "digits gpu", ALL_REDUCE),
+        test(
+            "tests/operations",
+            "operations of a group, without burn",
+            "operations --test-threads 1",
+            KERNELS,
+            server=[],
+        ),
         test("tests/nccl", "communicators of NCCL", "nccl", [], needs=["nccl"]),
         test(
             "tests/nccl_groups",

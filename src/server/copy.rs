@@ -16,9 +16,9 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::download::catch_panic;
-use super::engine::Rows;
 use super::mailbox::Payload;
 use super::runtime::CollectiveRuntime;
+use bonfire_core::internal::Rows;
 use bonfire_core::{Deadline, Error};
 
 /// Runtimes whose devices can copy from each other: the collective ones.
@@ -134,8 +134,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             (Payload::PendingRead(reading), ..) => {
                 self.write_all(vec![(target, layout.pack(reading.wait_one(operation)?))])
             }
-            (Payload::PeerBuffer(loan), Some(engine), Some(rows)) => {
-                catch_panic(operation, || engine.copy(&mut self.inner, loan, rows, target))
+            (Payload::PeerBuffer(lent), Some(engine), Some(rows)) => {
+                catch_panic(operation, || engine.copy(&mut self.inner, lent, rows, target))
             }
             (Payload::PeerBuffer(_), ..) => Err(Error::broken(operation, "the devices disagree on how to copy")),
         }

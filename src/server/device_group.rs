@@ -27,13 +27,12 @@ use bytes::Bytes as Shared;
 use cubecl::bytes::Bytes;
 use cubecl::device::DeviceId;
 
-use super::calls::{Calls, Wait};
 use super::download::PendingRead;
 use super::memory::shared;
 use super::status::Status;
 use crate::pool;
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Output, lock, reduce_to_all};
+use bonfire_core::internal::{DeviceCalls, DeviceWait, Output, lock, reduce_to_all};
 use bonfire_core::{Call, Deadline, Error};
 
 /// The input of one device to a call.
@@ -58,7 +57,7 @@ type Key = (TypeId, Vec<DeviceId>);
 
 struct Queues {
     /// The calls after number `done`.
-    calls: Calls,
+    calls: DeviceCalls,
     ranks: Vec<Queue>,
     /// The number of calls whose results are known.
     done: u64,
@@ -90,7 +89,7 @@ impl DeviceGroup {
         }
         let members: Vec<_> = key.1.iter().map(|id| Status::of::<R>(*id)).collect();
         let ranks = members.iter().map(|_| Queue::default()).collect();
-        let state = Queues { calls: Calls::of(members.len()), ranks, done: 0, results: VecDeque::new() };
+        let state = Queues { calls: DeviceCalls::of(members.len()), ranks, done: 0, results: VecDeque::new() };
         let group =
             Arc::new(DeviceGroup { key: key.clone(), members, state: Mutex::new(state), changed: Condvar::new() });
         let thread = group.clone();
@@ -132,7 +131,7 @@ impl DeviceGroup {
     /// Waits for the declared results. Returns those that this device has not taken yet, in call order.
     pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Vec<Shared>, Error> {
         let mut state = lock(&self.state);
-        let mut wait = Wait::of(rank, deadline);
+        let mut wait = DeviceWait::of(rank, deadline);
         loop {
             if let Some(error) = &state.calls.failure {
                 return Err(error.clone());

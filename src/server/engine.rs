@@ -1,19 +1,22 @@
 //! The interface to a runtime's own data path between devices, without host memory.
 
-use std::ops::Range;
-use std::sync::Arc;
-use std::time::Duration;
-
 use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
-use super::memory::PeerBuffer;
-use super::sent_tensors::SentTensors;
-use bonfire_core::error::Site;
-use bonfire_core::internal::{Peers, Ranges};
-use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
+use bonfire_core::internal::{Peers, Ranges, Rows};
+use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
+#[cfg(feature = "cuda")]
+pub use bonfire_cuda::{End, PeerBuffer};
+
+/// The end of an operation of a group. No runtime of this build has a data path of its own.
+#[cfg(not(feature = "cuda"))]
+pub enum End {}
+
+/// Device memory that another device may read. No runtime of this build has a data path of its own.
+#[cfg(not(feature = "cuda"))]
+pub enum PeerBuffer {}
 
 /// A device operation: a collective as one rank calls it, on memory of its device.
 pub struct DeviceOperation {
@@ -25,78 +28,6 @@ pub struct DeviceOperation {
     /// The stream on which the sources' content was queued.
     pub(super) stream: StreamId,
     pub(super) peers: Peers,
-}
-
-/// How a route carries messages between two ranks.
-pub enum Messages {
-    /// The sender lends its memory to the receiver, whose device is of the same process.
-    Lent(Arc<SentTensors>),
-    /// As it does collectives.
-    Carried,
-}
-
-/// The largest distance of rows that the driver of CUDA copies: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far.
-pub(super) const MAX_PITCH: usize = i32::MAX as usize;
-
-/// Rows of `bytes` bytes each, which start `pitch` bytes apart.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rows {
-    pub(super) count: usize,
-    pub(super) bytes: usize,
-    pub(super) pitch: usize,
-}
-
-impl Rows {
-    /// Whether the driver copies all of them in one call. Rows without gaps are one run of bytes to it.
-    pub(super) fn can_be_copied(self) -> bool {
-        self.pitch == self.bytes || self.pitch <= MAX_PITCH
-    }
-}
-
-/// A prepared operation, which is launched once all ranks have called it, on any thread.
-pub struct Launch {
-    /// Proposes a time, if ranks in several processes order their launches. The latest of all ranks' is the launch's.
-    pub(super) propose: Option<Box<dyn FnOnce() -> u64 + Send>>,
-    pub(super) run: LaunchFn,
-}
-
-/// Launches an operation at the time that the ranks have agreed on, if they have. Returns when it is in flight here.
-pub type LaunchFn = Box<dyn FnOnce(Option<u64>, &Site, &Deadline) -> Result<InFlight, Error> + Send>;
-
-/// An in-flight operation.
-pub struct InFlight {
-    /// Waits until the operation is on the device's stream, and returns its end there.
-    pub(super) end: Box<dyn Fn() -> Result<End, Error> + Send>,
-    pub(super) wait: WaitFn,
-}
-
-/// Waits until a device is done with an operation. The argument returns the group's failure, if there is one.
-type WaitFn = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
-
-/// The end of an operation, for which streams of its device can wait: a word then has this value or a greater one.
-pub struct End {
-    /// The word's address, and that of the words where a stream reports that it has waited for too long.
-    pub(super) word: u64,
-    pub(super) host: u64,
-    pub(super) value: u64,
-    /// How long the operation may wait for other devices.
-    pub(super) limit: Duration,
-    /// Whether the operation has ended.
-    pub(super) passed: Box<dyn Fn() -> bool + Send>,
-}
-
-/// How the ranks of a group exchange data without host memory. A rank has one for its device.
-pub trait Route<R: DeviceTransport>: Send + Sync {
-    /// Whether the route supports this call. The answer is the same on all ranks.
-    fn supports(&self, call: &Call) -> bool;
-
-    /// How messages between the ranks go, if not through host memory. The answer is the same on all ranks.
-    fn messages(&self) -> Option<Messages>;
-
-    /// Prepares an operation on the memory as the work queued so far leaves it. Neither sources nor targets may be
-    /// accessed until it has ended, except by work that [follows](Engine::follow) it. `limit` bounds how long a device
-    /// may wait for another one.
-    fn prepare(&self, server: &mut R::Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error>;
 }
 
 /// A device's own data path to other devices of its process. The device's server owns it and calls it on its thread,
@@ -133,7 +64,7 @@ pub trait Engine<R: DeviceTransport>: Send {
     ) -> Result<PeerBuffer, Error>;
 
     /// Copies rows to this device and packs them. From now on, `enter` orders every stream after the copy.
-    fn copy(&mut self, server: &mut R::Server, loan: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error>;
+    fn copy(&mut self, server: &mut R::Server, lent: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error>;
 
     /// Drops the calls that failed, after the failure was cleared.
     fn forget(&mut self);
@@ -154,10 +85,4 @@ pub(super) fn call(
     let mut call = Call::new(operation, dtype, bytes / dtype.size());
     (call.reduction, call.root) = (reduction, root);
     Ok(call)
-}
-
-/// The byte range of a rank's part of the whole.
-pub(super) fn part(call: &Call, ranks: usize, rank: usize) -> Range<usize> {
-    let part = partition(call.count, ranks, rank);
-    part.start * call.dtype.size()..part.end * call.dtype.size()
 }

@@ -1,7 +1,8 @@
 //! Collectives of a group of ranks on the memory of devices.
 
-mod direct;
 mod message;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
+mod route;
 mod staged;
 
 use std::marker::PhantomData;
@@ -12,13 +13,16 @@ use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Handle;
 
+pub use self::route::Route;
+#[cfg(feature = "cuda")]
+pub(super) use self::route::{Direction, Messages};
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::{DeviceOperation, call, part};
+use super::engine::{DeviceOperation, call};
 use super::runtime::CollectiveRuntime;
 use bonfire_core::internal::{ByteOperations, Peers, Ranges, Request};
-use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
+use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 
 /// The collectives of a [`Group`] on a device's memory, for clients of collective runtimes. Each rank contributes a
 /// device; ranks may be threads or processes.
@@ -167,11 +171,11 @@ pub struct Transfer<R> {
 }
 
 /// Waits for a started operation.
-type WaitFn = Box<dyn FnOnce(Until) -> Result<Completion, Error> + Send>;
+pub type WaitFn = Box<dyn FnOnce(Until) -> Result<Completion, Error> + Send>;
 
 /// What a call waits for, where a device has a data path of its own.
 #[derive(Clone, Copy, PartialEq)]
-enum Until {
+pub enum Until {
     /// The operation is launched. Later work on the device waits for its end.
     Launched,
     Ended,
@@ -186,7 +190,7 @@ pub struct Completion {
 }
 
 impl Completion {
-    fn ended() -> Completion {
+    pub(super) fn ended() -> Completion {
         Completion { wait: None }
     }
 
@@ -248,14 +252,14 @@ pub(crate) fn start<R: DeviceTransport>(
     let route = R::route(group, client.info().device)?.filter(|route| is_message || route.supports(&call));
     let wait = match route {
         Some(route) if is_message => message::start(device, group, route, job)?,
-        Some(route) => direct::start(device, group, route, job)?,
+        Some(route) => route.start(device, group, job)?,
         None => staged::start(device, group, job)?,
     };
     Ok(Transfer { wait, runtime: PhantomData })
 }
 
 /// Runs `task` on the thread of a device's server. Returns a function that waits for its result, for another thread.
-fn run_on_device<R: DeviceTransport, T: Send + 'static, Q>(
+pub(super) fn run_on_device<R: DeviceTransport, T: Send + 'static, Q>(
     device: &DeviceHandle<CollectiveServer<R>>,
     call: Call,
     task: Q,
@@ -304,5 +308,6 @@ fn whole(memory: &Handle) -> Vec<Chunk> {
 
 /// The byte range of this rank's part of the whole.
 fn own_part(group: &Group, call: &Call) -> Range<usize> {
-    part(call, group.world_size(), group.rank())
+    let part = partition(call.count, group.world_size(), group.rank());
+    part.start * call.dtype.size()..part.end * call.dtype.size()
 }

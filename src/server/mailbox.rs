@@ -13,7 +13,7 @@ use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
 use super::download::PendingRead;
-use super::memory::PeerBuffer;
+use super::engine::PeerBuffer;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 

@@ -1,4 +1,4 @@
-//! Spans of device memory, device memory that peers read, and host memory from which several devices are written.
+//! Spans of device memory, and host memory from which several devices are written.
 
 use bytes::Bytes as Shared;
 use cubecl::bytes::{AllocationProperty, Bytes};
@@ -47,15 +47,6 @@ pub(super) fn shared(memory: Bytes) -> Shared {
 /// Converts a slice to what a server writes from.
 pub(super) fn writable(part: Shared) -> Bytes {
     Bytes::from_shared(part, AllocationProperty::Native)
-}
-
-/// A peer buffer: device memory that another device may read while it holds this value.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
-pub struct PeerBuffer {
-    pub(super) memory: Binding,
-    pub(super) address: u64,
-    /// Address of the word that signals readiness, and the value from which on the memory may be read.
-    pub(super) ready: (u64, u64),
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use crate::software_driver::{SoftwareDriver, with_gpus};
 /// sharded optimizer. Calls `at` as [`together`] does.
 fn digits(group: &Group, device: &CudaDevice, shard: bool, mut at: impl FnMut()) {
     const BATCH: usize = 4;
-    let (mut model, ddp) = DataParallel::new(group.clone(), digits::Network::<Training>::new(group, device)).unwrap();
+    let (mut model, ddp) = DataParallel::new(group.clone(), digits::Network::<Training>::new(device)).unwrap();
     let mut optimizer = AdamConfig::new().init();
     let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
     let criterion = CrossEntropyLossConfig::new().init(device);

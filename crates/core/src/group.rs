@@ -10,6 +10,7 @@ mod builder;
 mod bytes;
 mod check;
 mod core;
+mod device_calls;
 mod execute;
 mod execution;
 mod handle;
@@ -35,6 +36,7 @@ pub use self::agreed::{Agreed, AgreedOperations, Peers, Started};
 pub use self::buffer::{Buffer, zeroed};
 pub use self::builder::{Builder, DEADLINE};
 pub use self::bytes::ByteOperations;
+pub use self::device_calls::{DeviceCalls, DeviceWait};
 pub use self::handle::{Attachment, Group};
 #[cfg(unix)]
 pub use self::interrupt::answer_stop;

@@ -7,7 +7,8 @@
 //!   where it calls it. [`Places`]: where ranks are, as text.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
-//! * [`BySize`]: tables by size, for the path of CUDA collectives. [`Ranges`]: where tensors lie in an operation.
+//! * [`BySize`]: tables by size, for the path of CUDA collectives. [`Ranges`], [`Rows`]: where tensors lie in an
+//!   operation, and in memory. [`DeviceCalls`], [`DeviceWait`]: what devices of one process have called.
 //! * [`function`]: of which function of theirs a call is a part. [`with_local`]: a value of this thread, for a while.
 //! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot
 //!   be guessed.
@@ -24,8 +25,8 @@ pub mod oracle;
 
 pub use crate::control::invitation::{process_number, random};
 pub use crate::group::{
-    Agreed, AgreedOperations, Attachment, ByteOperations, CallSite, DEADLINE, Entered, Peers, Request, Started,
-    Waiting, answer_stop, call_site, go_on, stop_is_requested, zeroed,
+    Agreed, AgreedOperations, Attachment, ByteOperations, CallSite, DEADLINE, DeviceCalls, DeviceWait, Entered, Peers,
+    Request, Started, Waiting, answer_stop, call_site, go_on, stop_is_requested, zeroed,
 };
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::plan::BySize;
@@ -33,7 +34,7 @@ pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin, with_local};
-pub use crate::types::{Parts, Places, Ranges, RankList, function, hash, panic_message, warn};
+pub use crate::types::{Parts, Places, Ranges, RankList, Rows, function, hash, panic_message, warn};
 #[cfg(unix)]
 pub use crate::{
     auth::{

@@ -22,7 +22,7 @@ pub use self::partition::Parts;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) use self::partition::part_start;
 pub use self::partition::partition;
-pub use self::ranges::Ranges;
+pub use self::ranges::{Ranges, Rows};
 pub use self::ranks::RankList;
 pub use self::warning::warn;
 pub(crate) use self::whereabouts::{Locate, asked};

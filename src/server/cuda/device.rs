@@ -1,9 +1,7 @@
 //! Which GPU a rank uses.
 
 use cubecl::cuda::CudaRuntime;
-use cudarc::driver::result;
 
-use super::driver;
 use crate::server::CollectiveDevice;
 use bonfire_core::Error;
 
@@ -13,15 +11,7 @@ impl CollectiveDevice<CudaRuntime> {
     /// # Errors
     /// [`Error::Library`] if the driver is missing, does not start, or is too old; [`Error::Io`] if there is no GPU.
     pub fn gpus() -> Result<usize, Error> {
-        driver::start()?;
-        match result::device::get_count() {
-            Ok(gpus @ 1..) => Ok(gpus as usize),
-            Ok(_) => {
-                let none = "the driver finds none: see nvidia-smi, and CUDA_VISIBLE_DEVICES";
-                Err(Error::io("looking for GPUs", std::io::Error::other(none)))
-            }
-            Err(error) => Err(Error::io("looking for GPUs", error)),
-        }
+        bonfire_cuda::gpus()
     }
 
     /// Returns the device of the rank with this number on its host. Ranks take the GPUs in turn, and share one, each

@@ -1,354 +1,162 @@
-//! How the ranks of a group exchange data between their GPUs.
-//!
-//! The ranks agree once, when they first use devices: on kernels if all are devices of one process that can access each
-//! other's memory, or of several processes of one host that can open each other's windows; on NCCL if each has a GPU;
-//! or on both, and then `choice` decides per call. What neither supports goes through host memory.
+//! The routes of groups on CUDA, for operations on cubecl's memory.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
-use serde::{Deserialize, Serialize};
+use cubecl::device_handle::DeviceHandle;
 
-use super::choice::{Choice, Link, Mode, Topology, choose, setting, wants_nccl};
-use super::driver::Gpu;
-use super::launches::{Launches, Ticket};
-use super::order::Server;
-use super::place::{self, Place};
-use super::remote;
-use super::shared::Shared;
-use super::side::TeamHandle;
-use super::team::{GroupTeam, Team, kernels_supported, ordinal};
-use super::window::Windows;
+use super::runtime::{Cubecl, device, id, operation};
+use crate::server::compute::CollectiveServer;
 use crate::server::download::catch_panic;
-use crate::server::engine::{DeviceOperation, InFlight, Launch, LaunchFn, Messages, Route};
+use crate::server::engine::DeviceOperation;
+use crate::server::exchange::{Completion, Direction, Messages, Route, Until, WaitFn, run_on_device};
+use crate::server::memory::Span;
 use crate::server::sent_tensors::SentTensors;
-use bonfire_core::internal::{AgreedOperations, Attachment, BySize, process_number, random};
-use bonfire_core::{Call, Deadline, Error, Group};
+use bonfire_core::internal::{AgreedOperations, Attachment};
+use bonfire_core::{Call, Error, Group};
+use bonfire_cuda::{End, Launch, RankRoute, Shared, Transfer};
 
-/// This rank's device and route in a group.
-struct RankRoute {
-    device: DeviceId,
+type Device = DeviceHandle<CollectiveServer<CudaRuntime>>;
+
+/// What this rank keeps with a group.
+struct Kept {
+    agreed: RankRoute<Cubecl>,
     route: Option<Arc<GroupRoute>>,
 }
 
-impl Attachment for RankRoute {
+impl Attachment for Kept {
     fn part(&self) {
-        let handles = self.route.iter().flat_map(|route| [&route.kernels, &route.nccl]).flatten();
-        handles.for_each(|handle| handle.team.mark_group_failed());
+        self.agreed.part();
     }
 }
 
 struct GroupRoute {
-    setting: &'static BySize<Mode>,
-    kernels: Option<TeamHandle>,
-    nccl: Option<TeamHandle>,
+    route: Arc<bonfire_cuda::Route<Cubecl>>,
     /// Messages between the ranks, if all are of one process.
     sent: Option<Arc<SentTensors>>,
-    /// If they are not: the GPU, the group's number and the rank, for the order of launches.
-    ticket: Option<(usize, u64, usize)>,
 }
 
 /// The messages that the ranks of a group have lent each other.
 static SENT: Shared<SentTensors> = Shared::new();
 
-/// What each rank tells the others before they agree.
-#[derive(Serialize, Deserialize)]
-struct RankInfo {
-    /// A number unique to the process.
-    process: u64,
-    device: (u16, u16),
-    /// What `BONFIRE_CUDA` requests.
-    setting: String,
-    /// The reason for which NCCL does not work here, if it does not.
-    nccl: Result<(), String>,
-    /// Where its GPU is, or why kernels cannot run there.
-    place: Result<Place, String>,
-    /// A proposed number for this group's team. Rank 0's is used.
-    team: u64,
-}
-
 /// Returns this rank's route in the group for its device, if there is one.
 pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<CudaRuntime>>>, Error> {
-    // On an error the other ranks would continue without this one.
-    let agreed = group.keep(|| agree(group, device).map_err(|error| group.abandon(error)))?;
-    if agreed.route.is_some() && agreed.device != device {
-        let reason = format!("rank {} uses {} in this group, not with {device}", group.rank(), agreed.device);
-        return Err(Error::argument("a collective on a device", reason));
-    }
-    Ok(agreed.route.clone().map(|route| route as Arc<dyn Route<CudaRuntime>>))
+    let kept = group.keep(|| {
+        let agreed = RankRoute::agree(group, id(device))?;
+        let route = agreed.route().map(|route| GroupRoute::of(route.clone())).transpose()?;
+        Ok(Kept { agreed, route })
+    })?;
+    kept.agreed.check_device(group.rank(), id(device))?;
+    Ok(kept.route.clone().map(|route| route as Arc<dyn Route<CudaRuntime>>))
 }
 
 /// Returns this rank's route in the group, if the ranks have agreed on one.
 pub(super) fn agreed(group: &Group) -> Option<Arc<dyn Route<CudaRuntime>>> {
-    let agreed = group.kept::<RankRoute>()?;
-    agreed.route.clone().map(|route| route as Arc<dyn Route<CudaRuntime>>)
-}
-
-fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
-    let (process, team) = (process_number()?, random()?);
-    let setting = setting();
-    let info = |setting: &BySize<Mode>| {
-        let gpu = Gpu::of(ordinal(device));
-        let nccl = gpu.clone().and_then(|gpu| remote::available(gpu.ordinal)).map_err(|error| error.to_string());
-        let place = gpu.and_then(|gpu| Place::of(&gpu)).map_err(|error| error.to_string());
-        let device = (device.type_id, device.index_id);
-        RankInfo { process, device, setting: setting.to_string(), nccl, place, team }
-    };
-    let infos = group.all_gather_results(setting.clone().map(info))?;
-    let setting = setting?;
-    let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
-    check_settings(&infos)?;
-    let supported = Supported::of(setting, &infos, &devices);
-    let rank = group.rank();
-    let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
-    let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus())).transpose()?;
-    let group_team = |kernels| GroupTeam::new(group.deadline(), launches.clone(), kernels);
-    let (kernels, why_no_kernels) = match &supported.kernels {
-        Ok(Kernels::OfProcess) => {
-            let team = Team::of_group(infos[0].team, &devices, group_team(None))?;
-            (Some(TeamHandle::of(team, rank)), None)
-        }
-        Ok(Kernels::InWindows(topology, places)) => {
-            match open_windows(group, device, *topology, places, group_team(None))? {
-                Ok(team) => (Some(TeamHandle::of(Arc::new(team), 0)), None),
-                Err(why) => (None, Some(why)),
-            }
-        }
-        Err(why) => (None, Some(why.clone())),
-    };
-    let kernel_team = kernels.as_ref().map(|handle| handle.team.clone());
-    let topology = kernel_team.as_ref().and_then(|team| team.topology());
-    let forced = setting.paths().any(|mode| mode == Mode::Nccl);
-    let nccl = match &supported.nccl {
-        Ok(()) if setting.paths().any(|mode| wants_nccl(mode, topology)) => {
-            connect(group, device, forced, group_team(kernel_team.clone()))?
-        }
-        Ok(()) => None,
-        Err(why) if forced => {
-            let reason = format!("BONFIRE_CUDA requests nccl, which does not work for these ranks: {why}");
-            return Err(Error::Config(reason));
-        }
-        Err(_) => None,
-    };
-    if let (Some(why), 0) = (why_no_kernels, rank) {
-        let ranks = infos.len();
-        match &supported.nccl {
-            Err(nccl) => log::warn!(
-                "collectives on the GPUs of {ranks} ranks go through host memory: kernels: {why}; NCCL: {nccl}"
-            ),
-            Ok(()) if supported.kernels.is_ok() => log::warn!("kernels do not serve the GPUs of {ranks} ranks: {why}"),
-            Ok(()) => {}
-        }
-    }
-    if kernels.is_none() && nccl.is_none() {
-        return Ok(RankRoute { device, route: None });
-    }
-    let nccl = nccl.map(|team| TeamHandle::of(team, 0));
-    let sent = || SENT.of(infos[0].team, || Ok(SentTensors::of(devices.clone())));
-    let sent = supported.in_process.then(sent).transpose()?;
-    let ticket = (!supported.in_process).then(|| (ordinal(device), infos[0].team, rank));
-    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { setting, kernels, nccl, sent, ticket })) })
-}
-
-/// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
-fn check_settings(infos: &[RankInfo]) -> Result<(), Error> {
-    let Some(rank) = infos.iter().position(|info| info.setting != infos[0].setting) else { return Ok(()) };
-    let (first, other) = (&infos[0].setting, &infos[rank].setting);
-    let reason = format!("BONFIRE_CUDA is {first} on rank 0 and {other} on rank {rank}; set the same on all ranks");
-    Err(Error::Config(reason))
-}
-
-/// What works for these ranks. The same on all of them.
-struct Supported {
-    /// All ranks are in one process.
-    in_process: bool,
-    kernels: Result<Kernels, String>,
-    nccl: Result<(), String>,
-}
-
-/// How kernels access the tensors of the ranks.
-#[derive(Debug, PartialEq)]
-enum Kernels {
-    /// Directly: all are of one process.
-    OfProcess,
-    /// Through windows, if the ranks can open them. The places of the ranks' GPUs.
-    InWindows(Topology, Vec<Place>),
-}
-
-impl Supported {
-    fn of(setting: &BySize<Mode>, infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
-        let in_process = infos.iter().all(|info| info.process == infos[0].process);
-        let shared = in_process.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
-        if let Some(rank) = shared {
-            let reason = format!("rank {rank} uses the device of another rank");
-            return Supported { in_process, kernels: Err(reason.clone()), nccl: Err(reason) };
-        }
-        let absent = infos.iter().enumerate().find_map(|(rank, info)| Some((rank, info.nccl.as_ref().err()?)));
-        let nccl = absent.map_or(Ok(()), |(rank, why)| Err(format!("rank {rank}: {why}")));
-        let kernels = match in_process {
-            true if kernels_supported(devices) => Ok(Kernels::OfProcess),
-            true => Err("the GPUs do not support them".into()),
-            false => windows_supported(setting, infos),
-        };
-        Supported { in_process, kernels, nccl }
-    }
-}
-
-/// Whether kernels may serve the ranks through windows.
-fn windows_supported(setting: &BySize<Mode>, infos: &[RankInfo]) -> Result<Kernels, String> {
-    let requested = setting.paths().any(Mode::requests_kernels);
-    if !requested && !setting.paths().any(|mode| mode == Mode::Auto) {
-        return Err("BONFIRE_CUDA does not select them".into());
-    }
-    let place = |(rank, info): (usize, &RankInfo)| info.place.clone().map_err(|why| format!("rank {rank}: {why}"));
-    let places = infos.iter().enumerate().map(place).collect::<Result<Vec<_>, _>>()?;
-    let processes: Vec<_> = infos.iter().map(|info| info.process).collect();
-    let topology = place::topology(&places, &processes, requested)?;
-    Ok(Kernels::InWindows(topology, places))
-}
-
-/// Opens the windows of all ranks, and creates a team that uses them. `Ok(Err(why))` if any rank cannot, on all ranks.
-fn open_windows(
-    group: &Group,
-    device: DeviceId,
-    mut topology: Topology,
-    places: &[Place],
-    group_team: GroupTeam,
-) -> Result<Result<Team, String>, Error> {
-    let gpu = Gpu::of(ordinal(device))?;
-    let near = Place::near_all(&gpu, places);
-    let windows = match Windows::connect(group, &gpu)? {
-        Ok(windows) => windows,
-        Err(why) => {
-            return Ok(Err(format!(
-                "{why}; containers of one host need the same PID and IPC namespaces (`--pid=host --ipc=host`), and \
-                 each process should see all GPUs that the ranks use"
-            )));
-        }
-    };
-    let near = group.all_gather_results(Ok(near))?.into_iter().all(|near| near);
-    if near && topology.link == Link::PcieWindows {
-        topology.link = Link::NvlinkWindows;
-    }
-    Team::of_windows(device, group.rank(), (topology, windows), group_team).map(Ok)
-}
-
-/// Connects a communicator of the group's ranks. On failure falls back to kernels or the host, if that is allowed.
-fn connect(group: &Group, device: DeviceId, forced: bool, group_team: GroupTeam) -> Result<Option<Arc<Team>>, Error> {
-    let deadline = Deadline::after(group.deadline());
-    let connected = Gpu::of(ordinal(device)).and_then(|gpu| remote::connect(group, &gpu, &deadline));
-    match connected {
-        Ok(remote) => Ok(Some(Arc::new(Team::of_remote(device, group.rank(), remote, group_team)?))),
-        // All ranks return the same error here.
-        Err(error) if !forced && group.failure().is_none() => {
-            log::warn!("NCCL does not work for {} ranks: {error}", group.world_size());
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
+    let kept = group.kept::<Kept>()?;
+    kept.route.clone().map(|route| route as Arc<dyn Route<CudaRuntime>>)
 }
 
 impl GroupRoute {
-    fn choose(&self, call: &Call) -> Option<Choice> {
-        let topology = self.kernels.as_ref().and_then(|handle| handle.team.topology());
-        choose(self.setting.at(call.bytes()), call, topology, self.nccl.is_some())
+    fn of(route: Arc<bonfire_cuda::Route<Cubecl>>) -> Result<Arc<GroupRoute>, Error> {
+        let sent = route.in_process().map(|(group, devices)| {
+            SENT.of(group, || Ok(SentTensors::of(devices.iter().map(|id| device(*id)).collect())))
+        });
+        let sent = sent.transpose()?;
+        Ok(Arc::new(GroupRoute { route, sent }))
     }
 }
 
 impl Route<CudaRuntime> for GroupRoute {
     fn supports(&self, call: &Call) -> bool {
-        self.choose(call).is_some()
+        self.route.supports(call)
     }
 
     fn messages(&self) -> Option<Messages> {
-        if self.setting.paths().all(|mode| mode == Mode::Host) {
-            return None;
-        }
-        let lent = self.sent.clone().map(Messages::Lent);
-        lent.or_else(|| self.nccl.as_ref().map(|_| Messages::Carried))
+        Some(match (self.route.messages()?, &self.sent) {
+            (bonfire_cuda::Messages::Lent, Some(sent)) => Messages::Lent(sent.clone()),
+            _ => Messages::Carried,
+        })
     }
 
-    fn prepare(&self, server: &mut Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
-        let call = job.call;
-        let none = move || Error::argument(call.operation, format!("neither kernels nor NCCL support {call}"));
-        let is_message = job.peers.is_message();
-        let choice = if is_message { Some(Choice::Nccl) } else { self.choose(&call) };
-        let choice = choice.ok_or_else(none)?;
-        let handle = match choice {
-            Choice::Kernel(_) => &self.kernels,
-            Choice::Nccl => &self.nccl,
-        };
-        let handle = handle.as_ref().ok_or_else(none)?;
-        if let Some(error) = handle.team.failure() {
-            return Err(error);
-        }
-        // After a fault, whatever cubecl is asked for fails or panics.
-        let prepared = catch_panic(&call.operation.to_string(), || handle.prepare(server, job, choice, limit));
-        let rounds =
-            prepared.map_err(|error| handle.team.gpu_fault(call.operation, Duration::ZERO).unwrap_or(error))?;
-        let (team, local) = (handle.team.clone(), handle.local);
-        let of_processes = self.ticket.as_ref().filter(|_| !is_message);
-        let ticket = of_processes.map(|(gpu, group, rank)| Arc::new(Ticket::new(*gpu, *group, *rank)));
-        let proposing = ticket.clone();
-        let run: LaunchFn = Box::new(move |time, site, deadline| {
-            let (site, deadline) = (*site, *deadline);
-            if let (Some(ticket), Some(time)) = (&ticket, time) {
-                ticket.turn(time, &deadline, || team.failure())?;
-            }
-            let mut number = 0;
-            for ready in rounds {
-                number = team.next_number(local, ready.call)?;
-                team.submit(local, site, deadline, ready).inspect_err(|error| team.fail(error.clone()))?;
-            }
-            let launched = team.clone();
-            Ok(InFlight {
-                end: Box::new(move || {
-                    launched.wait_launched(local, number, &deadline)?;
-                    Ok(launched.end(local, number, limit))
-                }),
-                wait: Box::new(move |group_failure| team.wait_done(local, number, site, &deadline, group_failure)),
-            })
-        });
-        let propose = |ticket: Arc<Ticket>| Box::new(move || ticket.propose()) as Box<dyn FnOnce() -> u64 + Send>;
-        Ok(Launch { propose: proposing.map(propose), run })
+    fn start(self: Arc<Self>, device: Device, group: &Group, job: DeviceOperation) -> Result<WaitFn, Error> {
+        let (call, launch) = (job.call, self.prepared(&device, group, job));
+        Ok(waiting(device, bonfire_cuda::start(group, call, launch)?))
+    }
+
+    fn carry(
+        self: Arc<Self>,
+        device: Device,
+        group: &Group,
+        (outgoing, incoming): (Direction, Direction),
+        job: DeviceOperation,
+    ) -> Result<WaitFn, Error> {
+        let launch = self.prepared(&device, group, job);
+        Ok(waiting(device, bonfire_cuda::start_message(group, outgoing, incoming, launch)?))
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl GroupRoute {
+    /// Prepares the operation on the device's thread. Returns a function that waits for that.
+    fn prepared(
+        self: Arc<Self>,
+        device: &Device,
+        group: &Group,
+        job: DeviceOperation,
+    ) -> impl FnOnce() -> Result<Launch, Error> + Send + use<> {
+        let (call, limit) = (job.call, group.deadline());
+        run_on_device(device, call, move |server| {
+            let prepared = server.prepare(&self.route, job, limit);
+            // Dropped while another reference exists: the last drop would wait for other ranks on this thread.
+            drop(self);
+            prepared
+        })
+    }
+}
 
-    fn info(process: u64, replica: u16) -> RankInfo {
-        let place = Err("no place".into());
-        RankInfo { process, device: (replica, 0), setting: "auto:0-".into(), nccl: Ok(()), place, team: 0 }
+/// Returns a function that waits for an operation on the device.
+fn waiting(device: Device, transfer: Transfer) -> WaitFn {
+    Box::new(move |until| {
+        let launched = transfer.launched()?;
+        if until == Until::Ended {
+            return launched.wait().map(|()| Completion::ended());
+        }
+        match launched.end() {
+            Ok(end) => {
+                device.submit(move |server| server.follow(end));
+                device.flush_queue();
+                Ok(Completion::of(move || launched.wait()))
+            }
+            // It has failed the team, and the wait finds out why.
+            Err(_) => launched.wait().map(|()| Completion::ended()),
+        }
+    })
+}
+
+impl CollectiveServer<CudaRuntime> {
+    fn follow(&mut self, end: End) {
+        if let Some(engine) = &mut self.engine {
+            engine.follow(end);
+        }
     }
 
-    fn supported(infos: &[RankInfo]) -> (bool, Option<String>) {
-        let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
-        let supported = Supported::of(&BySize::all(Mode::Auto), infos, &devices);
-        (supported.kernels.is_ok(), supported.nccl.err())
-    }
-
-    #[test]
-    fn devices_of_several_processes_need_windows_or_nccl() {
-        assert_eq!(supported(&[info(1, 0), info(2, 0)]), (false, None));
-        let missing = RankInfo { nccl: Err("it is not found".into()), ..info(2, 0) };
-        assert_eq!(supported(&[info(1, 0), missing]), (false, Some("rank 1: it is not found".into())));
-    }
-
-    #[test]
-    fn ranks_with_different_settings_get_the_same_error() {
-        let other = RankInfo { setting: "nccl:0-".into(), ..info(2, 0) };
-        assert_eq!(check_settings(&[info(1, 0), info(1, 1)]), Ok(()));
-        let error = check_settings(&[info(1, 0), info(1, 1), other]).unwrap_err().to_string();
-        assert!(error.contains("auto:0- on rank 0 and nccl:0- on rank 2; set the same"), "{error}");
-    }
-
-    #[test]
-    fn ranks_do_not_share_a_logical_device() {
-        let (kernels, why) = supported(&[info(1, 0), info(1, 3), info(1, 0)]);
-        assert_eq!((kernels, why), (false, Some("rank 2 uses the device of another rank".into())));
+    fn prepare(
+        &mut self,
+        route: &bonfire_cuda::Route<Cubecl>,
+        job: DeviceOperation,
+        limit: Duration,
+    ) -> Result<Launch, Error> {
+        self.drop_failed_calls();
+        if let Some(error) = self.status.failure() {
+            return Err(error);
+        }
+        let used: Vec<_> = job.sources.iter().chain(&job.targets).map(|(memory, _)| Span::of(memory)).collect();
+        // Checks for writes of all-reduces between devices that are still pending on either path.
+        for direct in [false, true] {
+            self.check_no_writes(job.call.operation, direct, &used)?;
+        }
+        let (name, stream) = (job.call.operation.to_string(), job.stream);
+        catch_panic(&name, || route.prepare(self.inner_on(stream), operation(job), limit))
     }
 }

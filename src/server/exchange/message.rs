@@ -1,6 +1,6 @@
 //! Messages between the devices of two ranks, without host memory.
 //!
-//! The two ranks exchange their calls over the group, as all ranks of a collective do: see [`direct`](super::direct).
+//! The two ranks exchange their calls over the group, as all ranks of a collective do.
 //! Between devices of one process, the sender first copies its tensor on its device and lends the copy, and the message
 //! of the group carries a ticket for it. The receiver's device copies from there. Neither rank waits for a device: a
 //! copy is ordered by events, as those of cubecl's clients are. Otherwise the route carries the message.
@@ -10,20 +10,17 @@ use std::sync::Arc;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
 
-use super::direct::{prepared, waiting};
+use super::route::{Direction, Messages, Route};
 use super::{Completion, WaitFn, run_on_device};
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::copy::TensorLayout;
-use crate::server::engine::{DeviceOperation, Launch, Messages, Route};
+use crate::server::engine::DeviceOperation;
 use crate::server::memory::Span;
 use crate::server::sent_tensors::SentTensors;
 use bonfire_core::error::Site;
 use bonfire_core::internal::{AgreedOperations, Ranges};
-use bonfire_core::{Call, Deadline, Error, Group};
-
-/// A peer, and what goes to it or comes from it.
-type Direction = Option<(usize, Call)>;
+use bonfire_core::{Deadline, Error, Group};
 
 /// Starts the message. The returned function waits until the ranks have agreed on it, and if the route carries it,
 /// until this rank's device is done. An error ends the group.
@@ -42,22 +39,9 @@ pub(super) fn start<R: DeviceTransport>(
     let directions = (direction(job.peers.to, &job.sources), direction(job.peers.from, &job.targets));
     match route.messages() {
         Some(Messages::Lent(sent)) => lend(device, group, sent, directions, job),
-        Some(Messages::Carried) => carry(device, group, route, directions, job),
+        Some(Messages::Carried) => route.carry(device, group, directions, job),
         None => Err(Error::broken(job.call.operation.to_string(), "the route carries no messages")),
     }
-}
-
-fn carry<R: DeviceTransport>(
-    device: DeviceHandle<CollectiveServer<R>>,
-    group: &Group,
-    route: Arc<dyn Route<R>>,
-    (outgoing, incoming): (Direction, Direction),
-    job: DeviceOperation,
-) -> Result<WaitFn, Error> {
-    let launch = prepared(&device, group, route, job);
-    let run = |launch: Launch, _, site: &Site, deadline: &Deadline| (launch.run)(None, site, deadline);
-    let agreed = group.start_agreed_message(outgoing, incoming, || Ok((launch()?, 0)), run)?;
-    Ok(waiting(device, agreed))
 }
 
 fn lend<R: DeviceTransport>(

@@ -1,4 +1,4 @@
-//! Where tensors lie in the whole of an operation.
+//! Where tensors lie in the whole of an operation, and in their memory.
 
 use std::ops::Range;
 
@@ -48,6 +48,25 @@ impl FromIterator<Range<usize>> for Ranges {
             }
         }
         Ranges(joined)
+    }
+}
+
+/// Rows of `bytes` bytes each, which start `pitch` bytes apart.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs, reason = "above")]
+pub struct Rows {
+    pub count: usize,
+    pub bytes: usize,
+    pub pitch: usize,
+}
+
+impl Rows {
+    /// The largest distance of rows that CUDA's driver copies: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs so far.
+    pub const MAX_PITCH: usize = i32::MAX as usize;
+
+    /// Whether CUDA's driver copies all of them in one call. Rows without gaps are one run of bytes to it.
+    pub fn can_be_copied(self) -> bool {
+        self.pitch == self.bytes || self.pitch <= Rows::MAX_PITCH
     }
 }
 
