@@ -91,12 +91,11 @@ mod download;
 pub mod engine;
 pub(crate) mod exchange;
 mod host;
-mod mailbox;
+pub(crate) mod mailbox;
 mod memory;
 mod pending;
 mod runtime;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
-pub(crate) mod sent_tensors;
 mod status;
 
 use std::sync::Arc;

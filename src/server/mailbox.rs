@@ -1,4 +1,5 @@
-//! Mailbox for point-to-point transfers between devices of one process: `send` leaves data here, `recv` waits for it.
+//! Messages between devices of one process. A mailbox is that of devices without a group: `send` leaves data here, `recv`
+//! waits for it.
 //!
 //! Neither call carries a number, and the two devices may run them in different orders if several threads copy at a
 //! time. Messages are matched by stream: cubecl's client runs both halves of a copy on the caller's stream.
@@ -95,5 +96,45 @@ impl Mailbox {
             let waited = self.arrived.wait_timeout(state, deadline.remaining());
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+}
+
+/// Tensors that ranks of a group in one process have sent each other, and that no receiver has taken. What is left is
+/// freed with the group.
+pub struct SentTensors {
+    /// Of the ranks.
+    devices: Vec<DeviceId>,
+    lent: Mutex<Lent>,
+}
+
+#[derive(Default)]
+struct Lent {
+    /// The ticket of the last message. No ticket is 0.
+    last: u64,
+    payloads: HashMap<u64, Payload>,
+}
+
+impl SentTensors {
+    /// Creates those of ranks with these devices.
+    pub(super) fn of(devices: Vec<DeviceId>) -> SentTensors {
+        SentTensors { devices, lent: Mutex::default() }
+    }
+
+    pub(super) fn device(&self, rank: usize) -> DeviceId {
+        self.devices[rank]
+    }
+
+    /// Leaves a message for the rank that gets the ticket.
+    pub(super) fn lend(&self, payload: Payload) -> u64 {
+        let mut lent = lock(&self.lent);
+        lent.last += 1;
+        let ticket = lent.last;
+        lent.payloads.insert(ticket, payload);
+        ticket
+    }
+
+    /// Takes the message with this ticket.
+    pub(super) fn take(&self, ticket: u64) -> Option<Payload> {
+        lock(&self.lent).payloads.remove(&ticket)
     }
 }

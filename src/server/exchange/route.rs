@@ -8,7 +8,7 @@ use super::{Completion, WaitFn};
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::DeviceOperation;
-use crate::server::sent_tensors::SentTensors;
+use crate::server::mailbox::SentTensors;
 use bonfire_core::{Call, Error, Group};
 
 /// How a route carries messages between two ranks.
