@@ -1,5 +1,5 @@
-//! Messages between devices of one process. A mailbox is that of devices without a group: `send` leaves data here, `recv`
-//! waits for it.
+//! Messages between devices of one process. A mailbox is that of devices without a group: `send` leaves data here, and
+//! `recv` waits for it.
 //!
 //! Neither call carries a number, and the two devices may run them in different orders if several threads copy at a
 //! time. Messages are matched by stream: cubecl's client runs both halves of a copy on the caller's stream.
