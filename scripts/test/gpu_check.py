@@ -252,7 +252,7 @@ class GpuCheck(unittest.TestCase):
 
     def test_the_order_of_steps(self):
         self.toolkit()
-        tests = ["cuda", "cuda_groups", "cuda_compute", "cuda_training", "digits", "nccl"]
+        tests = ["cuda", "cuda_groups", "cuda_compute", "cuda_training", "digits", "nccl", "operations"]
         for name in [f"test-{test}" for test in tests]:
             self.program(name, OK)
         for name in ["example-gpu_bench", "example-digits", "example-burn_train", "cli-bonfire"]:
@@ -261,7 +261,7 @@ class GpuCheck(unittest.TestCase):
         steps = list(dict.fromkeys(name.split("/")[0] for name in self.rows()))
         self.assertEqual(steps, ["tests", "bench", "forms", "sanitizer", "soak", "trainers"])
         self.assertIn("a figure\n", output)
-        self.assertIn("20 passed, 0 failed, 7 skipped", output)
+        self.assertIn("21 passed, 0 failed, 7 skipped", output)
 
     # The end at any moment
 
