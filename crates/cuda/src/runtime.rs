@@ -23,7 +23,7 @@ use bonfire_core::{Call, Error};
 /// # Safety
 /// Collectives access what these functions return, from GPUs and after they have returned:
 /// * Memory is neither freed nor used for something else while a [`Memory`](Self::Memory) of it lives, and then only by
-///   work that the server enqueues later.
+///   work before which the server has called `enter`: streams may not have been ordered after a collective before.
 /// * There are [`bytes`](Self::bytes) bytes at its [`address`](Self::address), which kernels on its GPU can access, and
 ///   those on GPUs that can access the GPU's current memory pool.
 /// * [`launch`](Self::launch) launches the kernel that it is asked for, with this order.

@@ -58,14 +58,14 @@ impl Rank {
 
     fn start(&mut self, call: Call, sources: Vec<Chunk>, targets: Vec<Chunk>) -> Result<Transfer, Error> {
         const STREAM: u32 = 3;
-        let (group, Device { id, engine, server }) = (&self.group, &mut self.device);
+        self.device.enter(STREAM);
+        let (group, Device { id, server, .. }) = (&self.group, &mut self.device);
         let agreed = group.keep(|| RankRoute::<Library>::agree(group, *id))?;
         agreed.check_device(group.rank(), *id)?;
         let route = agreed.route().ok_or_else(|| Error::argument(call.operation, "the ranks have no route"))?;
         if !route.supports(&call) {
             return Err(Error::argument(call.operation, "the route does not support it"));
         }
-        engine.enter(server, STREAM);
         let (rank, peers) = (group.rank(), Peers::default());
         let job = DeviceOperation { call, rank, sources, targets, stream: STREAM, peers };
         let launch = route.prepare(server, job, group.deadline());

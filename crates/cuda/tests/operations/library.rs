@@ -16,27 +16,26 @@ pub struct Library;
 
 /// What enqueues work on one GPU.
 pub struct Server {
-    context: sys::CUcontext,
     /// Each is created on first use, and never destroyed.
     streams: HashMap<u32, sys::CUstream>,
     kernels: HashMap<OrderKernel, sys::CUfunction>,
+    unused: Arc<Mutex<Vec<Unused>>>,
 }
 
-/// Memory of a device. It is freed, in the order of its stream, with the last of these.
+/// Memory without references: its stream and its address. The next work on that stream frees it, because the stream may
+/// not be ordered after a collective before.
+type Unused = (u32, u64);
+
+/// Memory of a device.
 #[derive(Clone)]
 pub struct Memory(Arc<Allocation>);
 
 struct Allocation {
-    context: sys::CUcontext,
-    stream: (u32, sys::CUstream),
+    stream: u32,
     address: u64,
     bytes: usize,
+    unused: Arc<Mutex<Vec<Unused>>>,
 }
-
-// SAFETY: any thread may use a context and a stream.
-unsafe impl Send for Allocation {}
-// SAFETY: as above.
-unsafe impl Sync for Allocation {}
 
 /// How many allocations there are.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -48,12 +47,7 @@ pub fn live_allocations() -> usize {
 impl Drop for Allocation {
     fn drop(&mut self) {
         LIVE.fetch_sub(1, Ordering::SeqCst);
-        // SAFETY: the context and the stream are never destroyed, and nothing has a reference to the memory any more.
-        unsafe {
-            let freed = sys::cuCtxPushCurrent_v2(self.context).result();
-            let freed = freed.and_then(|()| result::free_async(self.address, self.stream.1));
-            let _ = freed.and_then(|()| sys::cuCtxPopCurrent_v2(&mut std::ptr::null_mut()).result());
-        }
+        self.unused.lock().unwrap().push((self.stream, self.address));
     }
 }
 
@@ -110,7 +104,8 @@ impl Server {
             // SAFETY: the module is loaded.
             unsafe { result::module::get_function(module, name) }.map(|function| (kernel, function))
         });
-        Ok(Server { context, streams: HashMap::new(), kernels: kernels.into_iter().collect::<Result<_, _>>()? })
+        let kernels = kernels.into_iter().collect::<Result<_, _>>()?;
+        Ok(Server { streams: HashMap::new(), kernels, unused: Arc::default() })
     }
 
     fn raw(&mut self, stream: u32) -> sys::CUstream {
@@ -119,8 +114,8 @@ impl Server {
     }
 }
 
-// SAFETY: the driver allocates as many bytes as it is asked for, and frees them in the order of the memory's stream
-// once no `Memory` refers to them. `launch` passes kernel and order on.
+// SAFETY: the driver allocates as many bytes as it is asked for. They are freed once no `Memory` refers to them, by
+// work on the memory's stream, before which `Device::enter` calls the engine. `launch` passes kernel and order on.
 unsafe impl Runtime for Library {
     type Server = Server;
     type Stream = u32;
@@ -133,7 +128,7 @@ unsafe impl Runtime for Library {
     }
 
     fn stream(memory: &Memory) -> u32 {
-        memory.0.stream.0
+        memory.0.stream
     }
 
     fn bytes(memory: &Memory) -> usize {
@@ -145,7 +140,7 @@ unsafe impl Runtime for Library {
         // SAFETY: the stream is never destroyed, and its context is current.
         let address = unsafe { result::malloc_async(raw, bytes.max(1)) }.expect("memory");
         LIVE.fetch_add(1, Ordering::SeqCst);
-        Memory(Arc::new(Allocation { context: server.context, stream: (stream, raw), address, bytes }))
+        Memory(Arc::new(Allocation { stream, address, bytes, unused: server.unused.clone() }))
     }
 
     fn address(_server: &mut Server, memory: &Memory, _stream: u32) -> Result<Address, Error> {
@@ -160,9 +155,10 @@ unsafe impl Runtime for Library {
         parameters.push((&raw mut order).cast());
         // SAFETY: streams are never destroyed, and their context is current. The kernel takes these parameters.
         let launched = unsafe {
-            for token in tokens.iter().filter(|token| token.0.stream.0 != stream) {
+            for token in tokens.iter().filter(|token| token.0.stream != stream) {
+                let other = server.raw(token.0.stream);
                 let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).expect("an event");
-                result::event::record(event, token.0.stream.1).expect("an event on a stream");
+                result::event::record(event, other).expect("an event on a stream");
                 let ordered = result::stream::wait_event(raw, event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT);
                 ordered.expect("streams in order");
                 result::event::destroy(event).expect("an event");
@@ -192,6 +188,16 @@ impl Device {
         Device { id, engine: Engine::new(id), server: Server::new(id.gpu).expect("a server") }
     }
 
+    /// Called before all work on a stream.
+    pub fn enter(&mut self, stream: u32) {
+        self.engine.enter(&mut self.server, stream);
+        let raw = self.server.raw(stream);
+        for (_, address) in self.server.unused.lock().unwrap().extract_if(.., |(of, _)| *of == stream) {
+            // SAFETY: `allocate` has allocated it, and nothing refers to it any more.
+            unsafe { result::free_async(address, raw) }.expect("memory that is freed");
+        }
+    }
+
     /// Allocates memory and fills it, in the order of the stream.
     pub fn create(&mut self, data: &[i32], stream: u32) -> Memory {
         let bytes = size_of_val(data);
@@ -210,13 +216,13 @@ impl Device {
     }
 
     pub fn empty(&mut self, bytes: usize, stream: u32) -> Memory {
-        self.engine.enter(&mut self.server, stream);
+        self.enter(stream);
         Library::allocate(&mut self.server, bytes, stream)
     }
 
     /// Reads memory, in the order of a stream.
     pub fn read(&mut self, memory: &Memory, stream: u32) -> Result<Vec<i32>, Error> {
-        self.engine.enter(&mut self.server, stream);
+        self.enter(stream);
         let mut data = vec![0; memory.0.bytes / 4];
         let raw = self.server.raw(stream);
         // SAFETY: the stream is never destroyed, and the memory has as many bytes.
