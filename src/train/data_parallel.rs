@@ -82,7 +82,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// A training that then leaves out every step ends with other weights on each rank. So if this is dropped on a rank
     /// that has made none, nor called [`verify`](Self::verify) or [`average_states`](Self::average_states), a warning
-    /// is logged. Its results count.
+    /// says so: in the log, or on standard error if there is no logger. The rank's results count.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first

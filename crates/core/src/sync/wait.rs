@@ -94,8 +94,8 @@ impl<'a> SlowWaitWarning<'a> {
         self.deadline.elapsed() >= self.deadline.tenth() + time.min(self.deadline.tenth())
     }
 
-    /// Says that a rank has waited for long, if it is due and not done yet. `waiting` says in which
-    /// operation and for which ranks, which all ranks that wait say alike; and where ranks are, if that is known.
+    /// Says that a rank has waited for long, if it is due and not done yet. `waiting` says in which operation and for
+    /// which ranks, which all ranks that wait say alike; and where ranks are, if that is known.
     pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> (String, String)) {
         let elapsed = self.deadline.elapsed();
         if !self.warned && elapsed >= self.deadline.tenth() {
@@ -107,8 +107,8 @@ impl<'a> SlowWaitWarning<'a> {
     }
 }
 
-/// Says that a rank has waited for long: to the launcher, which prints it, and in the log; without both on standard
-/// error.
+/// Says that a rank has waited for long: in the log, and to the launcher, which prints it. Without a launcher and a
+/// logger it goes to standard error.
 pub(crate) fn warn_of_wait(rank: usize, elapsed: Duration, what: String, places: String) {
     let text = format!("rank {rank} has waited {elapsed:.1?} {what}{places}");
     #[cfg(unix)]
