@@ -101,9 +101,9 @@ fn parameters(model: &impl Module<<B as AutodiffBackend>::InnerBackend>) -> Vec<
 
 #[test]
 fn the_loss_falls_and_the_training_is_the_same_in_every_form() {
-    let train = |form| train(form, 20, (None, None), 4).swap_remove(0).unwrap();
+    let train = |form| train(form, 12, (None, None), 4).swap_remove(0).unwrap();
     let (one, expected) = train(ONE);
-    assert!(one.losses[19] < one.losses[0] - 1.0, "{:?}", one.losses);
+    assert!(one.losses[11] < one.losses[0] - 1.0, "{:?}", one.losses);
     let hybrid = [
         (1, Shard::Optimizer, None),
         (1, Shard::Full, None),
@@ -112,7 +112,7 @@ fn the_loss_falls_and_the_training_is_the_same_in_every_form() {
         (4, Shard::Grads, Some([4, 1])),
     ];
     let shards = [Shard::None, Shard::Optimizer, Shard::Grads, Shard::Full];
-    let plain = [2, 3, 4].into_iter().flat_map(|n| shards.map(|shard| (n, shard, None)));
+    let plain = [2, 3].into_iter().flat_map(|n| shards.map(|shard| (n, shard, None)));
     for form in plain.chain(hybrid) {
         let (many, model) = train(form);
         let mut losses = many.losses.iter().zip(&one.losses);
@@ -205,12 +205,12 @@ fn a_program_that_is_asked_to_stop_saves_and_can_go_on() {
     let folder = folder.path().to_str().unwrap();
     let program = env!("CARGO_BIN_EXE_language_model");
     let mut child = Command::new(program)
-        .args(["--ranks", "2", "--batch", "2", "--steps", "3000", "--save-every", "3000", "--save", folder])
+        .args(["--ranks", "2", "--batch", "2", "--steps", "600", "--save-every", "600", "--save", folder])
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    assert!(lines.any(|line| line.starts_with("step 300/3000: ")), "it ends before");
+    assert!(lines.any(|line| line.starts_with("step 60/600: ")), "it ends before");
     assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
     assert_eq!(lines.last().as_deref(), Some("stopped, and saved: go on with --resume"));
     assert_eq!(child.wait().unwrap().code(), Some(0));
