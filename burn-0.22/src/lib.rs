@@ -45,6 +45,9 @@ pub use bonfire_core::{
 };
 #[cfg(unix)]
 pub use bonfire_core::{Secret, StopSignal, TransportKind};
+// It has nothing to call. Naming it links it, which registers the transport.
+#[cfg(feature = "mpi")]
+use bonfire_mpi as _;
 #[cfg(all(unix, feature = "yscv"))]
 pub use bonfire_yscv as yscv;
 pub use burn_collective::{

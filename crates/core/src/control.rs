@@ -1,7 +1,7 @@
 //! The control plane: the messages that ranks exchange beside the data, and what each rank knows of its peers.
 //!
-//! `plane` is the control thread of groups of processes that communicate over TCP. Groups on MPI have a control plane
-//! of their own, with the same messages and the same status.
+//! `plane` is the control thread of groups of processes that communicate over TCP. `polled` has the same messages and
+//! the same status without a thread, for groups on MPI.
 
 #[cfg(unix)]
 mod accept;
@@ -26,6 +26,8 @@ mod peer;
 #[cfg(unix)]
 mod plane;
 #[cfg(unix)]
+mod polled;
+#[cfg(unix)]
 mod shrink;
 #[cfg(unix)]
 mod status;
@@ -44,7 +46,9 @@ pub(crate) use self::{
     plane::{ControlSetup, run},
     shrink::{Membership, PeerEvent, ShrinkMessage},
     status::GroupStatus,
+};
+#[cfg(unix)]
+pub use self::{
+    polled::{ControlMessage, ControlMessages, Invited, PolledControl},
     watch::Watch,
 };
-#[cfg(all(feature = "mpi", unix))]
-pub(crate) use self::{message::apply_message, status::find_mismatch};

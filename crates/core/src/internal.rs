@@ -20,9 +20,13 @@
 //!   job is asked to, for its launcher.
 //! * [`frame`], [`OwnRuntime`], [`Dialler`], [`connect`] and the handshake ([`AcceptQueue`] to [`accept_handshake`]):
 //!   connections of burn-collective's orchestrator, and of yscv's ranks.
+//! * [`TransportPackage`]: how a package brings a transport of groups of processes, as `bonfire-mpi` does. It returns a
+//!   [`GroupEndpoint`] of what implements [`Transport`](crate::Transport), [`Collectives`], [`Regroup`] and
+//!   [`Neighbours`], and carries the messages of [`PolledControl`]. [`kernel`], [`Scratch`]: reductions in its memory.
 
 pub mod oracle;
 
+pub use crate::control::hang::HangTimeout;
 pub use crate::control::invitation::{process_number, random};
 pub use crate::group::{
     Agreed, AgreedOperations, Attachment, ByteOperations, CallSite, DEADLINE, DeviceCalls, DeviceWait, Entered, Peers,
@@ -30,17 +34,19 @@ pub use crate::group::{
 };
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::plan::BySize;
-pub use crate::reduce::{Output, reduce_to_all};
+pub use crate::reduce::{Kernel, Output, Scratch, kernel, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin, with_local};
-pub use crate::types::{Parts, Places, Ranges, RankList, Rows, function, hash, panic_message, warn};
+pub use crate::transport::{Buffers, Collectives, GroupEndpoint, Neighbours, Regroup, Storage};
+pub use crate::types::{Locate, Parts, Places, Ranges, RankList, Rows, function, hash, panic_message, warn};
 #[cfg(unix)]
 pub use crate::{
     auth::{
         AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, bind_all, confirm, connect, require_secret,
     },
-    control::frame,
-    rendezvous::{Dialler, StopSettings, env::unknown_variables},
+    control::{ControlMessage, ControlMessages, Invited, PolledControl, Watch, frame},
+    rendezvous::{Dialler, PackageSettings, StopSettings, TransportPackage, env::unknown_variables},
     report::{Event, Report, VARIABLE as LAUNCHER},
+    transport::hosts_of,
 };

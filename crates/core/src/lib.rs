@@ -1,5 +1,5 @@
 //! Collective communication over slices. The ranks of a group are threads of one process, or processes, which use
-//! shared memory on one host and TCP between hosts, or MPI for both.
+//! shared memory on one host and TCP between hosts, or with the package `bonfire-mpi` MPI for both.
 //!
 //! | you want to | use |
 //! |---|---|
@@ -13,12 +13,8 @@
 //!
 //! # Features
 //! * `shm` (default): shared memory between the processes of a host, on Linux.
-//! * `mpi`: groups on an MPI library. The build needs its headers, `mpicc` and libclang.
 
 #![warn(missing_docs)]
-
-#[cfg(all(feature = "mpi", not(unix)))]
-compile_error!("the feature `mpi` needs a unix system");
 
 #[cfg(unix)]
 mod auth;

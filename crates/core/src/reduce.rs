@@ -24,13 +24,13 @@ use self::level::Portable;
 use self::level::{Avx2, Avx512};
 pub use self::output::Output;
 pub(crate) use self::output::fence_streams;
-pub(crate) use self::scratch::Scratch;
+pub use self::scratch::Scratch;
 use crate::types::{DType, ReduceOp};
 
 /// One reduction of one element type. All byte slices are aligned for their element type and hold whole elements. The
 /// slices of one call hold the same number of elements.
 #[derive(Clone, Copy)]
-pub(crate) struct Kernel {
+pub struct Kernel {
     /// Size of one accumulator in bytes. Equal to the element's size if the accumulator is the element itself.
     pub accumulator: usize,
     /// Whether the accumulator is wider than the element.
@@ -38,21 +38,21 @@ pub(crate) struct Kernel {
     /// `accumulator = element`
     pub load: fn(&mut [u8], &[u8]),
     /// `accumulator = element + element`, where `+` stands for the reduction: combines two inputs in one pass.
-    pub join: fn(&mut [u8], &[u8], &[u8]),
+    pub(crate) join: fn(&mut [u8], &[u8], &[u8]),
     /// `accumulator = accumulator + element`
     pub fold: fn(&mut [u8], &[u8]),
     /// `accumulator = element + accumulator`. The order decides which NaN and which zero survives.
-    pub fold_under: fn(&mut [u8], &[u8]),
+    pub(crate) fold_under: fn(&mut [u8], &[u8]),
     /// `outputs = element + element`, rounded, and divided by the number of ranks for the mean.
-    pub join_to: FinalStep,
+    pub(crate) join_to: FinalStep,
     /// `outputs = accumulator + element`, likewise.
-    pub fold_to: FinalStep,
+    pub(crate) fold_to: FinalStep,
     /// `element = accumulator`, divided by the number of ranks for the mean.
     pub store: fn(&mut [u8], &[u8], usize),
     /// Divides elements by the number of ranks in place; only for the mean and only where the accumulator is not wide.
     pub divide: Option<fn(&mut [u8], usize)>,
     /// Gives every NaN the same bits; only for floats and only where the accumulator is not wide.
-    pub unify_nan: Option<fn(&mut [u8])>,
+    pub(crate) unify_nan: Option<fn(&mut [u8])>,
 }
 
 /// Combines two sides of this many contiguous elements and stores the result to all outputs. The last argument is the
@@ -66,7 +66,7 @@ pub(crate) struct Kernel {
 type FinalStep = unsafe fn(&[Output], [*const u8; 2], usize, usize);
 
 /// Returns the kernel for `dtype` and `op`.
-pub(crate) fn kernel(dtype: DType, op: ReduceOp) -> Kernel {
+pub fn kernel(dtype: DType, op: ReduceOp) -> Kernel {
     #[cfg(target_arch = "x86_64")]
     {
         if Avx512::is_supported() {

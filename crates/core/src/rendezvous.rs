@@ -23,6 +23,7 @@ mod listen;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
 mod neighbours;
+mod package;
 mod registration;
 mod regroup;
 mod source;
@@ -38,6 +39,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::dial::Dialler;
 use self::join::Joined;
+pub use self::package::{PackageSettings, TransportPackage};
 use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::{Numbers, Source};
@@ -100,9 +102,9 @@ pub enum TransportKind {
     /// Shared memory among all ranks, or an error that says why it is not available. If one rank sets it, it applies to
     /// all ranks, unless one sets [`Tcp`](TransportKind::Tcp): that is an error.
     Shm,
-    /// MPI's own operations, in a job that an MPI launcher started. MPI assigns the ranks. Needs the feature `mpi`.
-    /// Missing ranks and mismatched calls are errors, as with the other transports. A rank that is stopped once MPI has
-    /// the ranks' buffers aborts the whole job.
+    /// MPI's own operations, in a job that an MPI launcher started. MPI assigns the ranks. Needs the package
+    /// `bonfire-mpi`, in `bonfire-burn` the feature `mpi`. Missing ranks and mismatched calls are errors, as with the
+    /// other transports. A rank that is stopped once MPI has the ranks' buffers aborts the whole job.
     Mpi,
     /// As [`Mpi`](TransportKind::Mpi), but with blocking MPI calls: as fast as MPI itself. A rank that waits longer
     /// than its deadline aborts the whole job, and mismatched calls are not reported.
@@ -240,7 +242,7 @@ fn well_formed(address: &str) -> bool {
 /// Connects to the other ranks of the group and blocks until all are connected. The caller has checked the settings.
 pub(crate) fn connect(settings: &Settings) -> Result<GroupEndpoint, Error> {
     if settings.kind.is_mpi() {
-        return connect_by_mpi(settings);
+        return package::connect(settings);
     }
     let start = Instant::now();
     let runtime = OwnRuntime::new()?;
@@ -250,26 +252,6 @@ pub(crate) fn connect(settings: &Settings) -> Result<GroupEndpoint, Error> {
     })??;
     let heartbeat_timeout = HeartbeatTimeout { first: settings.timeout, later: settings.heartbeat_timeout };
     start_group(runtime, connected, heartbeat_timeout, Vec::new())
-}
-
-/// Returns a group of all processes of the MPI job.
-#[cfg(feature = "mpi")]
-fn connect_by_mpi(settings: &Settings) -> Result<GroupEndpoint, Error> {
-    crate::transport::mpi::connect(&crate::transport::mpi::MpiSettings {
-        blocking: settings.kind == TransportKind::MpiBlocking,
-        algorithms: &settings.algorithms,
-        limit: settings.timeout,
-    })
-}
-
-#[cfg(not(feature = "mpi"))]
-fn connect_by_mpi(settings: &Settings) -> Result<GroupEndpoint, Error> {
-    let reason = format!(
-        "the transport '{}' needs Bonfire's feature `mpi`, which this program was built without: build it with the \
-         feature, or set BONFIRE_TRANSPORT or Builder::transport to auto",
-        settings.kind
-    );
-    Err(Error::Config(reason))
 }
 
 /// This rank's connections in a group, before anything is served on them.

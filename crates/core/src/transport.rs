@@ -8,8 +8,6 @@ mod direct;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod hosts;
 
-#[cfg(all(feature = "mpi", unix))]
-pub(crate) mod mpi;
 #[cfg(bonfire_loom)]
 #[path = "../tests/loom/reduce.rs"]
 mod reduce;
@@ -24,10 +22,9 @@ pub(crate) mod tcp;
 pub(crate) mod threads;
 
 #[cfg(unix)]
-pub(crate) use self::regroup::hosts_of;
-pub(crate) use self::regroup::{GroupEndpoint, Regroup};
-pub use self::seams::Transport;
-pub(crate) use self::seams::{Buffers, Collectives, Neighbours, Storage};
+pub use self::regroup::hosts_of;
+pub use self::regroup::{GroupEndpoint, Regroup};
+pub use self::seams::{Buffers, Collectives, Neighbours, Storage, Transport};
 #[cfg(not(bonfire_loom))]
 use crate::reduce;
 

@@ -25,5 +25,5 @@ pub use self::partition::partition;
 pub use self::ranges::{Ranges, Rows};
 pub use self::ranks::RankList;
 pub use self::warning::warn;
-pub(crate) use self::whereabouts::{Locate, asked};
-pub use self::whereabouts::{Places, ProgramCall, Whereabouts};
+pub(crate) use self::whereabouts::asked;
+pub use self::whereabouts::{Locate, Places, ProgramCall, Whereabouts};

@@ -15,6 +15,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 /// Maximum length of a message in bytes: enough for the addresses or calls of some thousand ranks.
 pub const LONGEST: usize = 256 << 10;
 
+/// Bytes of the length before a message.
+pub const HEAD: usize = 4;
+
 /// Encodes a message as a frame.
 pub fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     let body = postcard::to_stdvec(message).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
@@ -23,7 +26,7 @@ pub fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
 }
 
 /// Decodes the length of the message from the first bytes of a frame.
-pub fn body_length(head: [u8; 4]) -> io::Result<usize> {
+pub fn body_length(head: [u8; HEAD]) -> io::Result<usize> {
     bounded(u32::from_le_bytes(head) as usize, io::ErrorKind::InvalidData)
 }
 
@@ -46,7 +49,7 @@ pub async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serial
 
 /// Reads the next message. Returns `None` if the stream ends between two messages.
 pub async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<T>> {
-    let mut head = [0; 4];
+    let mut head = [0; HEAD];
     if stream.read(&mut head[..1]).await? == 0 {
         return Ok(None);
     }

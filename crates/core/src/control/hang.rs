@@ -14,15 +14,15 @@ const GRACE: Duration = Duration::from_secs(5);
 
 /// How long a rank that is alive may take to call `shrink`, after another one did.
 #[derive(Clone, Debug)]
-pub(crate) struct HangTimeout {
-    pub limit: Duration,
+pub struct HangTimeout {
+    pub(crate) limit: Duration,
     /// The ranks for which the operation that failed had waited, and for how long.
     waited: (Vec<usize>, Duration),
 }
 
 impl HangTimeout {
     /// The timeout that the user set, if any, of a `shrink` with this deadline, after this failure of the group.
-    pub fn new(set: Option<Duration>, deadline: Duration, failure: Option<&Error>) -> HangTimeout {
+    pub(crate) fn new(set: Option<Duration>, deadline: Duration, failure: Option<&Error>) -> HangTimeout {
         let limit = set.unwrap_or_else(|| deadline - RESERVE.min(deadline / 2)).min(ENDLESS);
         let waited = match failure {
             Some(Error::Timeout { missing, elapsed, .. }) => (missing.clone(), *elapsed),
@@ -33,7 +33,7 @@ impl HangTimeout {
     }
 
     /// How long `rank` may take.
-    pub fn of(&self, rank: usize) -> Duration {
+    pub(crate) fn of(&self, rank: usize) -> Duration {
         let (missing, waited) = &self.waited;
         match missing.contains(&rank) {
             true => self.limit.saturating_sub(*waited).max(self.grace()),
@@ -42,7 +42,7 @@ impl HangTimeout {
     }
 
     /// How long any rank may take after another one has come.
-    pub fn grace(&self) -> Duration {
+    pub(crate) fn grace(&self) -> Duration {
         GRACE.min(self.limit)
     }
 }

@@ -25,7 +25,7 @@ const POLL: Duration = Duration::from_millis(20);
 const POLL_OF_EACH: Duration = Duration::from_micros(500);
 
 /// Monitors one operation on behalf of a thread that waits in it.
-pub(crate) struct Watch<'a> {
+pub struct Watch<'a> {
     rank: usize,
     status: &'a GroupStatus,
     control: &'a UnboundedSender<ControlRequest>,
@@ -41,7 +41,7 @@ pub(crate) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    pub fn new(
+    pub(crate) fn new(
         rank: usize,
         status: &'a GroupStatus,
         control: &'a UnboundedSender<ControlRequest>,
@@ -61,21 +61,21 @@ impl<'a> Watch<'a> {
         }
     }
 
-    pub fn status(&self) -> &'a GroupStatus {
+    pub(crate) fn status(&self) -> &'a GroupStatus {
         self.status
     }
 
     /// Returns why `peer` will not answer, if that is known.
-    pub fn absence(&self, peer: usize) -> Option<Fault> {
+    pub(crate) fn absence(&self, peer: usize) -> Option<Fault> {
         self.status.absence(peer, self.tag)
     }
 
-    pub fn remaining(&self) -> Duration {
+    pub(crate) fn remaining(&self) -> Duration {
         self.deadline.remaining()
     }
 
     /// Whether the group failed in a later operation. The wake descriptor then stays readable and must be ignored.
-    pub fn deaf(&self) -> bool {
+    pub(crate) fn deaf(&self) -> bool {
         self.status.failure().is_some() && self.status.failure_in(self.tag).is_none()
     }
 
@@ -92,7 +92,7 @@ impl<'a> Watch<'a> {
 
     /// Call this while bytes keep moving between this rank and `peer`, so that no pause passes. Meanwhile the group may
     /// fail, or the deadline pass.
-    pub fn check(&self, peer: usize) -> Result<(), Fault> {
+    pub(crate) fn check(&self, peer: usize) -> Result<(), Fault> {
         if let Some(fault) = self.status.failure_in(self.tag) {
             return Err(fault);
         }
@@ -101,7 +101,7 @@ impl<'a> Watch<'a> {
 
     /// As [`tick`](Watch::tick), for a thread that waits for connections or for bytes on them: what it waits for may
     /// wait itself until this rank accepts a connection.
-    pub fn tick_connected(&mut self, peer: usize) -> Result<(), Fault> {
+    pub(crate) fn tick_connected(&mut self, peer: usize) -> Result<(), Fault> {
         match self.status.shortage() {
             Some(error) => Err(Fault::Failed(error)),
             None => self.tick(peer),
@@ -185,7 +185,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Returns the fault after `peer` sent another tag. Collects all ranks' calls, so that all report the same error.
-    pub fn unexpected(&mut self, peer: usize, tag: Site) -> Fault {
+    pub(crate) fn unexpected(&mut self, peer: usize, tag: Site) -> Fault {
         if !self.is_collective() {
             // Only the two ends of a message are compared, and both are known.
             return Fault::Unexpected { peer, site: tag };
@@ -195,7 +195,7 @@ impl<'a> Watch<'a> {
 
     /// Returns the fault of a collective in which ranks were seen to make these calls, different from this rank's or
     /// not. Collects all ranks' calls, so that all report the same error.
-    pub fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
+    pub(crate) fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
         self.ask_peers();
         self.meet();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
@@ -217,7 +217,7 @@ impl<'a> Watch<'a> {
 
     /// Returns the fault of ranks that disagree, once those that called something else have said where they are. They
     /// are still there: they wait for the same answers, or for this rank's error.
-    pub fn mismatch(&self, error: Error) -> Fault {
+    pub(crate) fn mismatch(&self, error: Error) -> Fault {
         let asked = self.asked_for(&error.others(&self.tag.call));
         self.ask_where(&asked);
         let until = Instant::now() + ANSWER.min(self.deadline.remaining());
@@ -235,7 +235,7 @@ impl<'a> Watch<'a> {
     /// Returns the fault of this operation after its data connection to `peer`, and no more than that, broke. If ranks
     /// have not answered by the deadline, they are the cause: peers whose deadlines passed a moment ago close their
     /// connections, and word of their failures is still on its way.
-    pub fn disconnected(&self, peer: usize, reason: &str) -> Fault {
+    pub(crate) fn disconnected(&self, peer: usize, reason: &str) -> Fault {
         let missing = self.silent();
         if self.deadline.passed() && !missing.is_empty() {
             return Fault::Timeout { missing };
@@ -245,29 +245,29 @@ impl<'a> Watch<'a> {
     }
 
     /// Whether all ranks are known to have begun this operation: then those that this rank waits for are not late.
-    pub fn all_called(&self) -> bool {
+    pub(crate) fn all_called(&self) -> bool {
         self.stalled && self.is_collective() && self.calls().iter().all(Option::is_some)
     }
 
     /// Returns the fault of this operation if what this rank and `peer` send each other does not arrive.
-    pub fn stalled(&self, peer: usize, reason: String) -> Fault {
+    pub(crate) fn stalled(&self, peer: usize, reason: String) -> Fault {
         let (site, rank, elapsed) = (*self.tag, self.rank, self.deadline.elapsed());
         Fault::Failed(Error::Stalled { site, rank, peer, reason, elapsed })
     }
 
     /// As [`stalled`](Self::stalled), if the largest packets between this rank and `peer` at this address are lost.
-    pub fn packets_lost(&self, peer: usize, address: &SocketAddr, lost: LostPackets) -> Fault {
+    pub(crate) fn packets_lost(&self, peer: usize, address: &SocketAddr, lost: LostPackets) -> Fault {
         self.stalled(peer, format!("between rank {} and {address} {lost}", self.rank))
     }
 
     /// How long nothing must have arrived by the deadline for the network to be in doubt, and not only its speed.
-    pub fn long(&self) -> Duration {
+    pub(crate) fn long(&self) -> Duration {
         self.deadline.tenth()
     }
 
     /// Once rank 0 has left in order, the others hear of each other only if they connect to each other. Has the control
     /// thread do so, because this rank waits for them, unless it need not wait: the operation has failed.
-    pub fn meet(&self) {
+    pub(crate) fn meet(&self) {
         if self.status.has_left(0) && self.status.failure_in(self.tag).is_none() {
             let _ = self.control.send(ControlRequest::Meet);
         }
@@ -282,7 +282,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Whether all ranks' calls can be compared. Point-to-point operations are numbered per pair, so theirs cannot.
-    pub fn is_collective(&self) -> bool {
+    pub(crate) fn is_collective(&self) -> bool {
         self.tag.call.operation.is_collective()
     }
 }

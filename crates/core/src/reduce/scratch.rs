@@ -6,7 +6,7 @@ use crate::types::Error;
 
 /// Scratch bytes, aligned for every accumulator and reused from call to call.
 #[derive(Default)]
-pub(crate) struct Scratch(Vec<[u128; 4]>);
+pub struct Scratch(Vec<[u128; 4]>);
 
 impl Scratch {
     /// Returns `len` bytes of any content. Fails if the system does not have the memory.

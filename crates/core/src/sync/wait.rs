@@ -25,7 +25,8 @@ impl Deadline {
     }
 
     /// When the operation began.
-    pub(crate) fn start(&self) -> Instant {
+    #[doc(hidden)]
+    pub fn start(&self) -> Instant {
         self.start
     }
 
@@ -44,16 +45,10 @@ impl Deadline {
         self.elapsed() >= self.limit
     }
 
-    /// The whole time limit in nanoseconds.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn nanoseconds(&self) -> u64 {
-        u64::try_from(self.limit.as_nanos()).unwrap_or(u64::MAX)
-    }
-
-    /// Returns a deadline with the same limit that starts now.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn again(&self) -> Self {
-        Deadline::after(self.limit)
+    /// The whole time limit.
+    #[doc(hidden)]
+    pub fn limit(&self) -> Duration {
+        self.limit
     }
 
     /// A tenth of the limit: a wait of this length is logged.

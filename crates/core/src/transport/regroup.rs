@@ -10,17 +10,17 @@ use crate::sync::Deadline;
 use crate::types::{Error, Fault};
 
 /// One rank's endpoint of a group: its transport, its engine, and how to form other groups.
-pub(crate) struct GroupEndpoint {
-    pub transport: Arc<dyn Transport>,
-    pub engines: Engines,
+pub struct GroupEndpoint {
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) engines: Engines,
     /// A number that is the same on all ranks of the group and different in other groups, if there is one.
-    pub session: Option<u64>,
-    pub regroup: Option<Arc<dyn Regroup>>,
-    pub neighbours: Option<Arc<dyn Neighbours>>,
+    pub(crate) session: Option<u64>,
+    pub(crate) regroup: Option<Arc<dyn Regroup>>,
+    pub(crate) neighbours: Option<Arc<dyn Neighbours>>,
 }
 
 /// Forms new groups from the ranks of a group.
-pub(crate) trait Regroup: Send + Sync {
+pub trait Regroup: Send + Sync {
     /// Returns this rank's endpoint of a group of the surviving ranks, in their order. All of them call this. Live
     /// ranks that do not are left out after the hang timeout, if the others are the majority. May be called again after
     /// an error, and not after a success.
@@ -42,14 +42,14 @@ pub(crate) trait Regroup: Send + Sync {
 /// The hosts of a subgroup: for each of `members`, the lowest rank of the subgroup on the same host. `hosts` has the
 /// hosts of all ranks of the parent.
 #[cfg(unix)]
-pub(crate) fn hosts_of(members: &[usize], hosts: &[usize]) -> Vec<usize> {
+pub fn hosts_of(members: &[usize], hosts: &[usize]) -> Vec<usize> {
     let first = |member: &usize| members.iter().position(|other| hosts[*other] == hosts[*member]).unwrap_or(0);
     members.iter().map(first).collect()
 }
 
 impl GroupEndpoint {
     /// A thread's endpoint of its group.
-    pub fn threads(local: ThreadEndpoint, session: u64) -> GroupEndpoint {
+    pub(crate) fn threads(local: ThreadEndpoint, session: u64) -> GroupEndpoint {
         GroupEndpoint::from_engine(Arc::new(local), session)
     }
 

@@ -97,7 +97,7 @@ pub trait Transport: Send + Sync {
 }
 
 /// Where the ranks of a group are in their programs, as they tell each other when one of them waits for long.
-pub(crate) trait Neighbours: Send + Sync {
+pub trait Neighbours: Send + Sync {
     /// Sets what tells where this rank is. Called once.
     fn locate_by(&self, own: Arc<dyn Locate>);
 

@@ -51,7 +51,8 @@ pub(crate) fn asked(missing: &[usize], world_size: usize) -> Vec<usize> {
 }
 
 /// Tells where this rank is.
-pub(crate) trait Locate: Send + Sync {
+pub trait Locate: Send + Sync {
+    /// Returns where it is.
     fn whereabouts(&self) -> Whereabouts;
 }
 

@@ -2,9 +2,9 @@
 //!
 //! `BONFIRE_TEST_MPIRUN` names a launcher other than `mpirun`.
 
-#[path = "conformance/matrix.rs"]
+#[path = "../../core/tests/conformance/matrix.rs"]
 mod matrix;
-#[path = "conformance/variable_size.rs"]
+#[path = "../../core/tests/conformance/variable_size.rs"]
 mod variable_size;
 
 use std::path::{Path, PathBuf};
@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Algorithm, Builder, Error, Group, Operation, ReduceOp, TransportKind};
+// Without this line the transport would not be linked.
+use bonfire_mpi as _;
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
 

@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Fault};
+
 use super::Mpi;
 use super::library::abort;
-use crate::sync::Deadline;
-use crate::types::{Fault, Site};
 
 /// How long an operation may continue after the group has failed. It can complete if the failed rank has done its part.
 /// It cannot if that rank gave up the first step just when the last rank began it: the others are in this step then.
@@ -25,7 +26,7 @@ pub(super) struct LentMemory<'a> {
 
 impl<'a> LentMemory<'a> {
     pub fn begin(group: &'a Mpi, site: &Site, deadline: &Deadline) -> LentMemory<'a> {
-        LentMemory { group, site: *site, deadline: deadline.again(), failed: Cell::new(None) }
+        LentMemory { group, site: *site, deadline: Deadline::after(deadline.limit()), failed: Cell::new(None) }
     }
 
     /// Ends the job if this rank cannot wait any longer. Otherwise returns the time until the next check.
@@ -37,8 +38,7 @@ impl<'a> LentMemory<'a> {
                 &format!("{site} has not completed after {elapsed:.1?}, while MPI has the ranks' memory"),
             );
         }
-        let tag = *site;
-        if let Some(fault) = self.group.status.failure_in(&tag) {
+        if let Some(fault) = self.group.control.failure_in(site) {
             let since = self.failed.get().unwrap_or_else(Instant::now);
             self.failed.set(Some(since));
             if since.elapsed() > GRACE {

@@ -1,28 +1,4 @@
-//! Ranks as processes of an MPI job, on MPI's own operations.
-//!
-//! MPI's calls wait forever for a missing rank, and may keep the memory that they are given for as long. So an
-//! operation has two steps:
-//! 1. All ranks agree on the call (`agreement`). Any rank may give up this step at its deadline, and in it all ranks
-//!    learn whether they called the same operation. A barrier is this step and nothing more.
-//! 2. MPI gets the callers' memory, and a rank stays in this step until MPI is done (`lent`). If a peer is stopped in
-//!    the middle, the rank cannot wait longer than its deadline, and cannot return while MPI has the memory. So it ends
-//!    the job with `MPI_Abort`.
-//!
-//! *Blocking* groups leave out the first step and are as fast as MPI itself. They rely on MPI to detect ranks that
-//! disagree, and a watchdog ends the job when a rank waits longer than its deadline.
-//!
-//! # Threads
-//!
-//! Every call into MPI is made under one lock of the process. Non-blocking groups hold it for one poll at a time, so
-//! several threads may use the groups of a rank, in any order. A blocking call holds it until it is done: operations of
-//! several blocking groups must be called by one thread, in the same order on all ranks. The same holds for making
-//! groups of either kind, since MPI 3.1 has no non-blocking `MPI_Comm_create_group` or `MPI_Comm_split_type`. A
-//! watchdog monitors these calls too.
-//!
-//! # Bindings
-//!
-//! The bindings are `mpi-sys`, the lower half of rsmpi. rsmpi's own functions drop what MPI returns, and some do not
-//! compare the lengths of the buffers that they pass on.
+//! One rank's endpoint of a group: the seams of the core, on MPI.
 
 mod agreement;
 mod comm;
@@ -40,22 +16,20 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use bonfire_core::error::{Site, Whereabouts};
+use bonfire_core::internal::{Buffers, Collectives, Locate, Neighbours, PolledControl, lock, spin};
+use bonfire_core::{Call, Deadline, Error, Fault, Operation, Transport};
 use mpi_sys as mpi;
-use tokio::sync::mpsc::UnboundedSender;
 
 use self::agreement::CallAgreement;
 use self::comm::{Comm, Request};
 use self::control::ControlPlane;
 use self::engine::{EngineMemory, Run};
-pub(crate) use self::job::{MpiSettings, connect};
+pub(crate) use self::job::connect;
 use self::lent::LentMemory;
 use self::library::{Held, Library, check, hold, try_hold};
 use self::message::{Exchange, HeadBuffers};
 use self::watchdog::{Watchdog, WatchedCall};
-use super::{Buffers, Collectives, Neighbours, Transport};
-use crate::control::{ControlRequest, GroupStatus, Watch, apply_message, find_mismatch};
-use crate::sync::{Deadline, lock, spin};
-use crate::types::{Call, Error, Fault, Locate, Operation, Site, Whereabouts};
 
 /// How long a leaving rank waits until its last control messages are sent.
 const LINGER: Duration = Duration::from_secs(1);
@@ -70,13 +44,12 @@ const POLL_TIME: Duration = Duration::from_millis(5);
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// One rank's endpoint of a group.
-pub(crate) struct Mpi {
+struct Mpi {
     comm: Comm,
     library: Library,
     /// By rank, the number of its host: ranks with the same number are on one host.
     hosts: Vec<usize>,
-    status: GroupStatus,
-    control: UnboundedSender<ControlRequest>,
+    control: PolledControl,
     plane: Mutex<ControlPlane>,
     /// Upgraded when this rank leaves, to keep the group until all peers have left it too.
     own: Weak<Mpi>,
@@ -95,9 +68,9 @@ impl Mpi {
     /// Sends pending control messages and handles those that have arrived.
     fn pump(&self, held: &Held) {
         let plane = &mut *lock(&self.plane);
-        // Recorded, not returned: a rank in an operation may not be able to return. It checks the status where it can.
-        if let Err(error) = plane.pump(held, |peer, message| apply_message(&self.status, peer, message)) {
-            self.status.fail(Fault::Failed(error), 0);
+        // Recorded, not returned: a rank in an operation may not be able to return. It checks for it where it can.
+        if let Err(error) = plane.pump(&self.control, held) {
+            self.control.record_failure(error);
         }
     }
 
@@ -136,41 +109,32 @@ impl Mpi {
         }
     }
 
-    fn watch<'a>(&'a self, tag: &'a Site, deadline: &'a Deadline) -> Watch<'a> {
-        Watch::new(self.comm.rank, &self.status, &self.control, tag, deadline)
-    }
-
     /// Handles control messages, and answers the peers that asked for this rank's call.
     fn announce(&self, site: &Site) -> Result<(), Fault> {
         self.pump(&hold());
-        for peer in self.status.begin(site)? {
-            let _ = self.control.send(ControlRequest::Called(peer, *site));
-        }
-        Ok(())
+        self.control.begin(site)
     }
 
     /// Waits until all ranks have begun this operation. Fails if a rank has called another one, is gone or is missing.
     fn agree(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        let tag = *site;
-        let mut watch = self.watch(&tag, deadline);
+        let mut watch = self.control.watch(site, deadline);
         let mut first_check = true;
         let mut idle = |_: &CallAgreement| {
-            self.status.failure_in(&tag).map_or(Ok(()), Err)?;
+            self.control.failure_in(site).map_or(Ok(()), Err)?;
             if !std::mem::take(&mut first_check) {
                 watch.tick(self.comm.rank)?;
             }
             Ok(watch.pause())
         };
         let agreement = &mut *lock(&self.agreement);
-        agreement.begin(&tag, &hold())?;
+        agreement.begin(site, &hold())?;
         if self.poll(agreement, |agreement, held| agreement.agreed(held).map_err(Fault::Failed), &mut idle)? {
             return Ok(());
         }
         agreement.gather_calls(&hold())?;
         let tags = self.poll(agreement, |agreement, held| agreement.calls(held).map_err(Fault::Failed), &mut idle)?;
         let calls: Vec<Option<Call>> = tags.into_iter().map(|tag| tag.map(|tag| tag.call)).collect();
-        let inconsistent = || Error::broken("agreeing on an operation", "the ranks are at different sequence numbers");
-        Err(Fault::Failed(find_mismatch(site.sequence, &calls).unwrap_or_else(inconsistent)))
+        Err(Fault::Failed(PolledControl::mismatch(site.sequence, &calls)))
     }
 
     /// Runs an MPI function on the caller's memory. `function` calls the blocking form, or, given the address of a
@@ -202,10 +166,9 @@ impl Mpi {
         incoming: Option<(usize, &mut [u8])>,
         deadline: &Deadline,
     ) -> Result<(), Fault> {
-        let site = Site { call: tag.call, sequence: tag.sequence };
-        let mut watch = self.watch(tag, deadline);
+        let mut watch = self.control.watch(tag, deadline);
         let heads = &mut *lock(&self.heads);
-        let exchange = Exchange::begin((self, &site, deadline), tag, outgoing, incoming, heads, &hold());
+        let exchange = Exchange::begin((self, tag, deadline), outgoing, incoming, heads, &hold());
         let mut exchange = exchange?;
         let mut first_check = true;
         let moved = self.poll(
@@ -218,7 +181,7 @@ impl Mpi {
                 // Not in the first check: a message that a peer sent before it left may still be in flight.
                 if !std::mem::take(&mut first_check) {
                     let peer = exchange.peer();
-                    self.status.absence_in(peer, tag).map_or(Ok(()), Err)?;
+                    self.control.absence_in(peer, tag).map_or(Ok(()), Err)?;
                     watch.tick(peer)?;
                 }
                 Ok(watch.pause())
@@ -244,7 +207,7 @@ impl Transport for Mpi {
     }
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
-        self.status.absence_in(to, tag).map_or(Ok(()), Err)?;
+        self.control.absence_in(to, tag).map_or(Ok(()), Err)?;
         self.transfer(tag, Some((to, bytes)), None, deadline)
     }
 
@@ -264,13 +227,13 @@ impl Transport for Mpi {
 
     fn begin(&self, site: &Site) -> Result<(), Fault> {
         if self.watchdog.is_some() {
-            return self.status.failure().map_or(Ok(()), |(fault, _)| Err(fault));
+            return self.control.failure().map_or(Ok(()), Err);
         }
         self.announce(site)
     }
 
     fn known_failure(&self) -> Option<Fault> {
-        self.status.known_failure()
+        self.control.known_failure()
     }
 
     fn leave(&self) {
@@ -278,8 +241,7 @@ impl Transport for Mpi {
     }
 
     fn fail(&self, error: &Error, completed: u64) {
-        self.status.fail(Fault::Failed(error.clone()), completed);
-        let _ = self.control.send(ControlRequest::Failed(error.clone(), completed));
+        self.control.fail(error, completed);
         if let Some(held) = try_hold(LINGER).filter(library::is_up) {
             self.pump(&held);
         }
@@ -288,11 +250,11 @@ impl Transport for Mpi {
 
 impl Neighbours for Mpi {
     fn locate_by(&self, own: Arc<dyn Locate>) {
-        self.status.locate_by(own);
+        self.control.locate_by(own);
     }
 
     fn whereabouts(&self, ranks: &[usize]) -> Vec<(usize, Whereabouts)> {
-        self.status.whereabouts(ranks)
+        self.control.whereabouts(ranks)
     }
 }
 

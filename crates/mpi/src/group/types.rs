@@ -3,11 +3,11 @@
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 
+use bonfire_core::internal::kernel;
+use bonfire_core::{DType, Error, ReduceOp};
 use mpi_sys as mpi;
 
 use super::library::{check, hold};
-use crate::reduce;
-use crate::types::{DType, Error, ReduceOp};
 
 /// The element type that MPI reduces in place of the caller's. The kernel converts to it and from it.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -71,6 +71,7 @@ pub(super) fn operation(dtype: DType, op: ReduceOp) -> Result<mpi::MPI_Op, Error
             ReduceOp::Max | ReduceOp::Min if float => Extremes::get()?.of(dtype, op),
             ReduceOp::Max => mpi::RSMPI_MAX,
             ReduceOp::Min => mpi::RSMPI_MIN,
+            _ => return Err(Error::argument(op, "MPI has no such reduction")),
         })
     }
 }
@@ -125,7 +126,7 @@ unsafe extern "C" fn fold<const DTYPE: u8, const MAX: bool>(
     _dtype: *mut mpi::MPI_Datatype,
 ) {
     let dtype = DType::ALL[usize::from(DTYPE)];
-    let kernel = reduce::kernel(dtype, if MAX { ReduceOp::Max } else { ReduceOp::Min });
+    let kernel = kernel(dtype, if MAX { ReduceOp::Max } else { ReduceOp::Min });
     // SAFETY: MPI passes the address of an integer.
     if unsafe { *len } <= 0 {
         return;
@@ -149,7 +150,7 @@ mod tests {
         for dtype in DType::ALL.iter().copied() {
             for op in ReduceOp::ALL.iter().copied() {
                 // The accumulator of the kernels.
-                let kernel = reduce::kernel(dtype, op);
+                let kernel = kernel(dtype, op);
                 let want = match (kernel.wide, kernel.accumulator) {
                     (false, _) => Some(Accumulator::Same),
                     (true, 4) => Some(Accumulator::Wide(DType::F32)),

@@ -12,15 +12,14 @@ use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::ptr;
 
+use bonfire_core::error::Site;
+use bonfire_core::internal::{Buffers, Kernel, Parts, Scratch, kernel};
+use bonfire_core::{Call, DType, Deadline, Error, Fault, Operation, ReduceOp};
 use mpi_sys as mpi;
 
 use super::Mpi;
 use super::comm::count;
 use super::types::{self, Accumulator};
-use crate::reduce::{self, Kernel, Scratch};
-use crate::sync::Deadline;
-use crate::transport::Buffers;
-use crate::types::{Call, DType, Error, Fault, Operation, Parts, ReduceOp, Site};
 
 /// Memory that operations need besides the caller's. Reused by all operations.
 #[derive(Default)]
@@ -77,7 +76,7 @@ impl Run<'_> {
                 run!(self, MPI_Bcast or MPI_Ibcast, data, elements, element, root, comm)
             }
             (_, Some(op)) => {
-                let kernel = reduce::kernel(call.dtype, op);
+                let kernel = kernel(call.dtype, op);
                 if call.operation == Operation::ReduceScatter {
                     self.fill_counts(memory, buffers.parts)?;
                 }

@@ -7,11 +7,12 @@
 use std::ffi::c_void;
 use std::ptr::NonNull;
 
+use bonfire_core::Error;
+use bonfire_core::error::Site;
 use mpi_sys as mpi;
 
 use super::comm::{Comm, Request};
 use super::library::Held;
-use crate::types::{Error, Site};
 
 /// The number of words of a tag.
 const WORDS: usize = Site::BYTES / 8;

@@ -10,12 +10,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use bonfire_core::internal::lock;
+use bonfire_core::{Error, Transport};
+
 use super::library::{self, Held, abort, try_hold};
 use super::{LINGER, Mpi, POLL_INTERVAL};
-use crate::control::{ControlRequest, Goodbye};
-use crate::sync::lock;
-use crate::transport::Transport;
-use crate::types::{Error, Fault};
 
 /// How long an ending process waits until its peers have left their groups too.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -56,12 +55,7 @@ impl Mpi {
         if try_hold(LINGER).is_some_and(|held| !library::is_up(&held)) {
             return;
         }
-        // For a cause that arrived between two operations: peers must not report this rank's leaving as the cause.
-        if let Some((Fault::Failed(error), completed)) = self.status.failure() {
-            let _ = self.control.send(ControlRequest::Failed(error, completed));
-        }
-        let goodbye = Goodbye { panicked: std::thread::panicking(), begun: self.status.begun() };
-        let _ = self.control.send(ControlRequest::Goodbye(goodbye));
+        self.control.leave();
         let until = Instant::now() + LINGER;
         loop {
             // If the lock is not available, another thread of this rank is in a call that does not return.

@@ -8,12 +8,13 @@
 //! that are pending at that time are short, and are abandoned with their memory. Blocking groups exchange messages in
 //! the same way.
 
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Error, Fault};
+
 use super::Mpi;
 use super::comm::{Comm, Request, mpi_tag};
 use super::lent::LentMemory;
 use super::library::{Held, hold};
-use crate::sync::Deadline;
-use crate::types::{Error, Fault, Site};
 
 /// Bytes of the head, which precedes the payload.
 const HEAD_LEN: usize = Site::BYTES + 8;
@@ -73,13 +74,12 @@ impl<'a> Exchange<'a> {
     /// Begins to send and to receive.
     pub fn begin(
         context: (&'a Mpi, &'a Site, &'a Deadline),
-        tag: &Site,
         outgoing: Option<(usize, &'a [u8])>,
         incoming: Option<(usize, &'a mut [u8])>,
         heads: &'a mut HeadBuffers,
         held: &Held,
     ) -> Result<Exchange<'a>, Error> {
-        let comm = context.0.comm;
+        let (comm, tag) = (context.0.comm, context.1);
         let outbound = |to, bytes| Outbound { to, bytes, head: None, cts: None, payload: Vec::new() };
         let outgoing = outgoing.map(|(to, bytes)| outbound(to, bytes));
         let inbound = |from, bytes| Inbound {

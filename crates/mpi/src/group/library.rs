@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
+use bonfire_core::Error;
+use bonfire_core::internal::lock;
 use mpi_sys as mpi;
-
-use crate::sync::lock;
-use crate::types::Error;
 
 /// The MPI lock. Every call into MPI is made under it, as `MPI_THREAD_SERIALIZED` requires.
 static LOCK: Mutex<()> = Mutex::new(());

@@ -5,8 +5,11 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use bonfire_core::internal::{
+    GroupEndpoint, HangTimeout, PackageSettings, PolledControl, Regroup, hash, hosts_of, oversubscribed, random,
+};
+use bonfire_core::{Deadline, Error, Fault, TransportKind};
 use mpi_sys as mpi;
-use tokio::sync::mpsc::unbounded_channel;
 
 use super::agreement::CallAgreement;
 use super::comm::{Comm, count};
@@ -15,42 +18,28 @@ use super::leave::{self, free_finished};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, WatchedCall};
 use super::{Mpi, POLL_INTERVAL, types};
-use crate::control::hang::HangTimeout;
-use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{ControlRequest, GroupStatus};
-
-use crate::sync::{Deadline, oversubscribed};
-use crate::transport::{GroupEndpoint, Regroup, hosts_of};
-use crate::types::{Error, Fault, hash};
-
-/// Settings of a group. `blocking` and `algorithms` must be the same on all ranks.
-pub(crate) struct MpiSettings<'a> {
-    pub blocking: bool,
-    /// The table of algorithms, as text.
-    pub algorithms: &'a str,
-    /// How long to wait for all ranks.
-    pub limit: Duration,
-}
 
 /// Forms a group of all processes of the job, whose ranks are MPI's. All of them call this.
-pub(crate) fn connect(terms: &MpiSettings<'_>) -> Result<GroupEndpoint, Error> {
+pub(crate) fn connect(settings: &PackageSettings<'_>) -> Result<GroupEndpoint, Error> {
+    let blocking = settings.kind == TransportKind::MpiBlocking;
     let held = hold();
-    let library = library::start(&held, terms.blocking, leave::finalize)?;
+    let library = library::start(&held, blocking, leave::finalize)?;
     free_finished(&held);
     let world = Comm::world(&held)?;
     drop(held);
     types::prepare()?;
-    let comm = duplicate(&world, terms.limit)?;
+    let comm = duplicate(&world, settings.timeout)?;
     // All ranks have called this, so what follows takes a moment, unless one has just timed out.
-    let (watchdog, deadline) = (Watchdog::start(comm.rank)?, Deadline::after(terms.limit));
-    let (session, hosts) = watchdog.watch(WatchedCall::Connect, &deadline, || agree(&comm, terms, &hold()))?;
+    let (watchdog, deadline) = (Watchdog::start(comm.rank)?, Deadline::after(settings.timeout));
+    let (session, hosts) =
+        watchdog.watch(WatchedCall::Connect, &deadline, || agree(&comm, blocking, settings.algorithms, &hold()))?;
     log::info!("rank {} of {}, assigned by MPI", comm.rank, comm.size);
-    Mpi::base(library, comm, session, hosts, terms.blocking)
+    Mpi::base(library, comm, session, hosts, blocking)
 }
 
 /// Returns the group's session number and its hosts. An error if the ranks have different settings.
-fn agree(comm: &Comm, terms: &MpiSettings<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
-    let own = [random()?, u64::from(terms.blocking), hash(terms.algorithms.bytes())];
+fn agree(comm: &Comm, blocking: bool, algorithms: &str, held: &Held) -> Result<(u64, Vec<usize>), Error> {
+    let own = [random()?, u64::from(blocking), hash(algorithms.bytes())];
     let all = all_gather(comm, &own, held)?;
     if let Some(rank) = (0..comm.size).find(|rank| all[3 * rank + 1..3 * rank + 3] != own[1..]) {
         let reason = format!(
@@ -121,16 +110,14 @@ impl Mpi {
         hosts: Vec<usize>,
         blocking: bool,
     ) -> Result<GroupEndpoint, Error> {
-        let (control, outgoing) = unbounded_channel();
         let local_ranks = hosts.iter().filter(|host| **host == hosts[comm.rank]).count();
-        let status = GroupStatus::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?;
+        let (control, messages) = PolledControl::new(comm.rank, comm.size)?;
         let watchdog = blocking.then(|| Watchdog::start(comm.rank)).transpose()?;
         let mpi = Arc::new_cyclic(|own: &Weak<Mpi>| Mpi {
             comm,
             library,
-            status,
             control,
-            plane: Mutex::new(ControlPlane::new(comm, outgoing)),
+            plane: Mutex::new(ControlPlane::new(comm, messages)),
             own: own.clone(),
             agreement: Mutex::new(CallAgreement::new(comm)),
             memory: Mutex::default(),
@@ -153,23 +140,19 @@ impl Regroup for Mpi {
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<GroupEndpoint, Fault> {
-        let own = Invitation { members: members.to_vec(), endpoint: Endpoint { port: 0, key: random()? } };
-        for member in members.iter().filter(|member| **member != self.comm.rank) {
-            let _ = self.control.send(ControlRequest::Invites(*member, own.clone()));
-        }
+        let own = self.control.invite(members)?;
         // Waits for all members here first, so that no rank waits in MPI for a missing one.
-        let endpoints = loop {
+        let session = loop {
             self.pump(&hold());
-            match self.status.await_invitations(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
-                Err(Fault::Timeout { .. }) if !deadline.passed() => std::thread::sleep(POLL_INTERVAL),
-                endpoints => break endpoints?,
+            if let Some(session) = self.control.accepted(&own, deadline)? {
+                break session;
             }
+            std::thread::sleep(POLL_INTERVAL);
         };
-        let session = session(endpoints);
         let hosts = hosts_of(members, &self.hosts);
         // MPI waits for all members. They are about to call it too, unless one has just timed out.
         let watchdog = Watchdog::start(self.comm.rank)?;
-        let comm = watchdog.watch(WatchedCall::Subgroup, &deadline.again(), || {
+        let comm = watchdog.watch(WatchedCall::Subgroup, &Deadline::after(deadline.limit()), || {
             let held = hold();
             free_finished(&held);
             self.comm.of_members(members, session, &held)

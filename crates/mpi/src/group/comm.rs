@@ -3,10 +3,10 @@
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 
+use bonfire_core::Error;
 use mpi_sys as mpi;
 
 use super::library::{Held, abandon, check};
-use crate::types::Error;
 
 /// MPI's tags of messages in a group.
 ///

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Error};
+
 use super::agreement::{tag_of, words};
 use super::library::abort;
-use crate::sync::Deadline;
-use crate::types::{Error, Site};
 
 /// Time between two checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -76,12 +77,12 @@ impl Watchdog {
     }
 
     fn nanoseconds(&self, instant: Instant) -> u64 {
-        instant.saturating_duration_since(self.epoch).as_nanos() as u64
+        nanoseconds(instant.saturating_duration_since(self.epoch))
     }
 
     fn label(&self) -> String {
         let tag = tag_of(&self.tag.each_ref().map(|word| word.load(Ordering::Relaxed)));
-        let site = tag.map(|tag| WatchedCall::Operation(Site { call: tag.call, sequence: tag.sequence }));
+        let site = tag.map(WatchedCall::Operation);
         match (self.kind.load(Ordering::Relaxed), site) {
             (0, Some(work)) => work,
             (1, _) => WatchedCall::Connect,
@@ -94,8 +95,7 @@ impl Watchdog {
     pub fn watch<T>(&self, watched: WatchedCall, deadline: &Deadline, call: impl FnOnce() -> T) -> T {
         let kind = match watched {
             WatchedCall::Operation(site) => {
-                let tag = site;
-                self.tag.iter().zip(words(&tag)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+                self.tag.iter().zip(words(&site)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
                 0
             }
             WatchedCall::Connect => 1,
@@ -104,9 +104,13 @@ impl Watchdog {
         self.kind.store(kind, Ordering::Relaxed);
         let began = self.nanoseconds(deadline.start());
         self.began.store(began, Ordering::Relaxed);
-        self.ends.store(began.saturating_add(deadline.nanoseconds()).max(1), Ordering::Release);
+        self.ends.store(began.saturating_add(nanoseconds(deadline.limit())).max(1), Ordering::Release);
         let result = call();
         self.ends.store(0, Ordering::Release);
         result
     }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
