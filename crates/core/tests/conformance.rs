@@ -1,30 +1,17 @@
 //! The conformance matrix: transport x world size x algorithm x operation x reduction x element type x length x in or
 //! out of place. Every result is compared with exact arithmetic.
 
-#[path = "conformance/matrix.rs"]
-mod matrix;
-#[path = "conformance/variable_size.rs"]
-mod variable_size;
-
+use bonfire_conformance::{
+    check, check_all_types, check_batch, check_group, check_sizes, check_variable_sizes, lengths,
+};
 use bonfire_core::{Algorithm, Error, Group, Selection, TransportKind};
 use bonfire_testing::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
-use matrix::{check, check_all_types, lengths};
 
 /// All types and lengths with the group's default algorithms, and large lengths, whose messages have several chunks.
 fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     for n in worlds {
-        run_ranks_with(
-            kind,
-            n,
-            |builder| builder,
-            move |group| {
-                check_all_types(&group, &lengths(n));
-                check::<f32>(&group, 200_003);
-                variable_size::check::<f32>(&group, 100_003);
-                check::<f16>(&group, 300_001);
-            },
-        );
+        run_ranks(kind, n, |group| check_group(&group));
     }
 }
 
@@ -41,7 +28,7 @@ fn algorithms(kind: Kind, worlds: impl IntoIterator<Item = usize>) {
                         check::<f32>(&group, len);
                         check::<bf16>(&group, len);
                         check::<i32>(&group, len);
-                        variable_size::check_sizes::<f32>(&group, len);
+                        check_sizes::<f32>(&group, len);
                     }
                 },
             );
@@ -82,7 +69,7 @@ fn shm_in_many_chunks() {
         run_ranks(Kind::Shm, n, |group| {
             for len in [4096, 4097, 5461, 5462, 8191, 8192, 8193, 65_537, 1_000_003, 3000, 400_000] {
                 check::<f32>(&group, len);
-                variable_size::check::<f32>(&group, len);
+                check_variable_sizes::<f32>(&group, len);
             }
             check::<f64>(&group, 300_001);
             check::<i8>(&group, 1_500_001);
@@ -118,7 +105,7 @@ fn batches() {
         for n in [1, 2, 5] {
             run_ranks(kind, n, move |group| {
                 for len in [0, 3, 1000] {
-                    variable_size::check_batch(&group, len);
+                    check_batch(&group, len);
                 }
             });
         }
@@ -195,7 +182,7 @@ fn engine_and_plans_alternate() {
                         for len in [0, 1, 9, 10, 11, 1000, 24_999, 25_000, 70_001, 7] {
                             check::<f32>(&group, len);
                             check::<f16>(&group, len);
-                            variable_size::check::<f16>(&group, len);
+                            check_variable_sizes::<f16>(&group, len);
                         }
                     },
                 );

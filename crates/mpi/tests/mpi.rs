@@ -2,23 +2,18 @@
 //!
 //! `BONFIRE_TEST_MPIRUN` names a launcher other than `mpirun`.
 
-#[path = "../../core/tests/conformance/matrix.rs"]
-mod matrix;
-#[path = "../../core/tests/conformance/variable_size.rs"]
-mod variable_size;
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bonfire_conformance::{check, check_all_types, check_group};
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Algorithm, Builder, Error, Group, Operation, ReduceOp, TransportKind};
 // Without this line the transport would not be linked.
 use bonfire_mpi as _;
 use half::{bf16, f16};
-use matrix::{check, check_all_types, lengths};
 
 /// The environment variable with the folder of a test's markers, which are files by which its ranks synchronise.
 const FOLDER: &str = "BONFIRE_TEST_FOLDER";
@@ -96,14 +91,7 @@ const BOTH: [TransportKind; 2] = [TransportKind::Mpi, TransportKind::MpiBlocking
 #[test]
 fn all_operations_types_and_lengths() {
     on_ranks("all_operations_types_and_lengths", &[1, 2, 3, 4], &BOTH, |builder| {
-        let group = builder.connect().unwrap();
-        check_all_types(&group, &lengths(group.world_size()));
-        check::<f32>(&group, 200_003);
-        variable_size::check::<f32>(&group, 100_003);
-        check::<f16>(&group, 300_001);
-        for len in [0, 3, 1000] {
-            variable_size::check_batch(&group, len);
-        }
+        check_group(&builder.connect().unwrap());
     });
 }
 

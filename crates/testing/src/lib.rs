@@ -3,7 +3,6 @@
 pub mod allocation;
 pub mod fuzz;
 pub mod logged;
-pub mod oracle;
 #[cfg(unix)]
 pub mod process;
 pub mod relay;
@@ -12,6 +11,8 @@ pub mod resources;
 pub mod syscalls;
 pub mod transport;
 pub mod wire;
+
+pub use bonfire_conformance::oracle;
 
 use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bonfire_core::{Group, ReduceOp, partition};
 
-use bonfire_testing::oracle::{Sample, all_reduced, input};
+use crate::oracle::{Sample, all_reduced, input};
 
 /// Sizes of all ranks' parts, by `len`: all elements on one rank, every other part empty, growing, or shrinking.
 fn sizes(n: usize, len: usize) -> Vec<usize> {
@@ -27,6 +27,10 @@ fn between(from: usize, to: usize, len: usize) -> usize {
     (from * 5 + to * 3 + len) % 4 * (len / 7 + 1)
 }
 
+/// Checks gather, scatter, exchanges between pairs, and the operations with parts of uneven sizes.
+///
+/// # Panics
+/// If a result is wrong, or an operation fails.
 pub fn check<T: Sample>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
@@ -60,6 +64,9 @@ fn check_even<T: Sample>(group: &Group, len: usize, root: usize, label: &impl Fn
 }
 
 /// Checks the operations with parts of uneven sizes.
+///
+/// # Panics
+/// If a result is wrong, or an operation fails.
 pub fn check_sizes<T: Sample>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
@@ -117,6 +124,11 @@ fn check_pairs<T: Sample>(group: &Group, len: usize, label: &impl Fn(&str) -> St
     assert_eq!(data, input::<T>(previous, len + previous), "{}", label("exchange"));
 }
 
+/// Checks operations of several kinds and types in one batch, with messages in an order in which ranks would wait for
+/// each other one by one.
+///
+/// # Panics
+/// If a result is wrong, or an operation fails.
 pub fn check_batch(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let root = len % n;

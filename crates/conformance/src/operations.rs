@@ -3,8 +3,8 @@
 use bonfire_core::{Group, ReduceOp, partition};
 use half::{bf16, f16};
 
+use crate::oracle::{Sample, all_reduced, input, parcel};
 use crate::variable_size;
-use bonfire_testing::oracle::{Sample, all_reduced, input, parcel};
 
 /// Checks all_to_all with parts of `part` elements. Ranks choose in place or out of place independently.
 fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
@@ -25,7 +25,10 @@ fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
     }
 }
 
-/// Checks every operation in every form on one length.
+/// Checks every operation in every form on one length, the same on all ranks.
+///
+/// # Panics
+/// If a result is wrong, or an operation fails.
 pub fn check<T: Sample>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let own = partition(len, n, rank);
@@ -92,6 +95,7 @@ pub fn check<T: Sample>(group: &Group, len: usize) {
     group.barrier().unwrap();
 }
 
+/// Returns lengths around those at which the parts of `n` ranks change.
 pub fn lengths(n: usize) -> Vec<usize> {
     let mut lengths = vec![0, 1, n - 1, n, n + 1, 5, 6, 7, 11, 1000];
     lengths.sort_unstable();
@@ -99,6 +103,10 @@ pub fn lengths(n: usize) -> Vec<usize> {
     lengths
 }
 
+/// Checks every operation on every element type. All ranks call it with the same lengths.
+///
+/// # Panics
+/// If a result is wrong, or an operation fails.
 pub fn check_all_types(group: &Group, lengths: &[usize]) {
     for len in lengths {
         check::<f32>(group, *len);

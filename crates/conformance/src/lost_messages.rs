@@ -1,14 +1,14 @@
-//! Failed messages: each message of each operation fails once when it is sent, and once when it is received.
+//! Lost messages: each message of each operation fails once when it is sent, and once when it is received.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Duration;
 
-use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp};
+use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, Transport};
 use half::f16;
 
-use bonfire_testing::transport::{Faults, Seen, run_on_channels};
-use bonfire_testing::{errors, in_parallel};
+use crate::faults::{Faults, Seen, run};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
@@ -57,14 +57,30 @@ enum Side {
     Receives,
 }
 
+/// Which messages are lost, and what the ranks learn of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Losses {
+    /// The transport tells peers that a rank has failed ([`Transport::fail`]), so that all ranks return its error.
+    /// Otherwise, or if this is false, they return that a rank has left or is lost. True by default.
+    pub told: bool,
+    /// Also tries every algorithm, which takes minutes. False by default.
+    pub every_algorithm: bool,
+    /// Seed of a generator that delays some messages by some microseconds. None by default.
+    pub delays: Option<u64>,
+}
+
+impl Default for Losses {
+    fn default() -> Self {
+        Losses { told: true, every_algorithm: false, delays: None }
+    }
+}
+
 /// One operation in one setting.
-#[derive(Clone, Copy)]
-struct Case {
+struct Case<'a, C> {
+    connect: &'a C,
     n: usize,
     algorithm: Option<Algorithm>,
-    /// Whether a rank that fails notifies its peers.
-    notified: bool,
-    delays: Option<u64>,
+    losses: Losses,
     name: &'static str,
     act: Act,
 }
@@ -72,7 +88,7 @@ struct Case {
 /// How often the operation is called, so that messages fail in the first call and in a later one.
 const CALLS: usize = 2;
 
-impl Case {
+impl<E: Transport + 'static, C: Fn(usize) -> Vec<E>> Case<'_, C> {
     fn run<T: Send + 'static>(
         &self,
         faults: impl Fn(usize) -> Faults,
@@ -83,8 +99,9 @@ impl Case {
             self.algorithm.into_iter().fold(builder, Builder::algorithms)
         };
         let act = self.act;
-        let faults = |rank| Faults { delays: self.delays, told: self.notified, ..faults(rank) };
-        run_on_channels(self.n, settings, faults, move |group| f(&group, (0..CALLS).try_for_each(|_| act(&group))))
+        let faults = |rank| Faults { delays: self.losses.delays, told: self.losses.told, ..faults(rank) };
+        let calls = move |group: Group| f(&group, (0..CALLS).try_for_each(|_| act(&group)));
+        run((self.connect)(self.n), settings, faults, calls)
     }
 
     /// Returns what each rank sends and receives if nothing fails.
@@ -104,9 +121,8 @@ impl Case {
         };
         // A failure at the end of an operation may affect one rank only. A barrier involves all ranks.
         let results = self.run(faults, |group, calls| (calls, group.barrier()));
-        let Case { n, algorithm, notified, name, .. } = self;
-        let label =
-            format!("{name} of {n} by {algorithm:?}, notified: {notified}, rank {culprit} {side:?} message {k}");
+        let Case { n, algorithm, losses: Losses { told, .. }, name, .. } = self;
+        let label = format!("{name} of {n} by {algorithm:?}, told: {told}, rank {culprit} {side:?} message {k}");
         let cause = results[culprit].0.clone().expect_err(&label);
         let lost = matches!(
             &cause,
@@ -115,14 +131,24 @@ impl Case {
         assert!(lost, "{label}: it got {cause:?}");
         for (rank, (calls, barrier)) in results.into_iter().enumerate() {
             let error = calls.clone().and_then(|()| barrier.clone()).expect_err(&label);
-            if *notified || rank == culprit {
+            if *told || rank == culprit {
                 assert_eq!(error, cause, "{label}: rank {rank} has a different cause");
             } else {
                 // It learns only that a failed rank has left.
-                let left = matches!(&error, Error::Left { rank: left, .. } if *left != rank);
+                let left = matches!(&error, Error::Left { rank: gone, .. } | Error::PeerLost { peer: gone, .. }
+                    if *gone != rank);
                 assert!(left, "{label}: rank {rank} got {error:?}");
             }
             assert!(calls.is_ok() || barrier == Err(error), "{label}: later calls return the first cause");
+        }
+    }
+
+    fn every_message_fails(&self) {
+        for (culprit, sides) in self.messages().into_iter().enumerate() {
+            for (side, messages) in sides {
+                assert_eq!(messages % CALLS, 0, "{}: {messages} messages in {CALLS} equal calls", self.name);
+                (0..messages).for_each(|k| self.fails_at(culprit, side, k));
+            }
         }
     }
 }
@@ -130,60 +156,21 @@ impl Case {
 /// Operations that are the same in every algorithm.
 const ALIKE: [&str; 5] = ["wide all_reduce", "all_to_all", "all_to_all_into", "barrier", "messages around a ring"];
 
-/// Every message of every rank fails once.
-fn every_message_fails(notified: bool, algorithms: &[Option<Algorithm>], delays: Option<u64>) {
-    let mut cases = Vec::new();
-    for (n, algorithm) in (2..=5).flat_map(|n| algorithms.iter().map(move |algorithm| (n, *algorithm))) {
-        let acts = ACTS.into_iter().filter(|(name, _)| algorithm.is_none() || !ALIKE.contains(name));
-        cases.extend(acts.map(|(name, act)| Case { n, algorithm, notified, delays, name, act }));
-    }
-    in_parallel(&cases, 4, |case| {
-        for (culprit, sides) in case.messages().into_iter().enumerate() {
-            for (side, messages) in sides {
-                assert_eq!(messages % CALLS, 0, "{}: {messages} messages in {CALLS} equal calls", case.name);
-                (0..messages).for_each(|k| case.fails_at(culprit, side, k));
+/// Every message of every rank fails once, when it is sent and when it is received: in each operation, on 2 to 5 ranks.
+/// All ranks must return an error, and later calls the same one. `connect` returns the ends of so many ranks, by rank.
+///
+/// # Panics
+/// If a rank succeeds, or returns another error.
+pub fn every_lost_message<T: Transport + 'static>(connect: impl Fn(usize) -> Vec<T> + Sync, losses: Losses) {
+    let every = Algorithm::ALL.iter().copied().map(Some).filter(|_| losses.every_algorithm);
+    let algorithms: Vec<Option<Algorithm>> = [None].into_iter().chain(every).collect();
+    let of_so_many = |n: usize| {
+        for algorithm in algorithms.iter().copied() {
+            for (name, act) in ACTS.into_iter().filter(|(name, _)| algorithm.is_none() || !ALIKE.contains(name)) {
+                Case { connect: &connect, n, algorithm, losses, name, act }.every_message_fails();
             }
         }
-    });
-}
-
-fn algorithms() -> Vec<Option<Algorithm>> {
-    Algorithm::ALL.iter().copied().map(Some).collect()
-}
-
-#[test]
-fn all_ranks_get_the_same_error_if_the_transport_notifies_them() {
-    every_message_fails(true, &[None], None);
-}
-
-#[test]
-fn all_ranks_get_the_same_error_in_every_algorithm() {
-    every_message_fails(true, &algorithms(), None);
-}
-
-#[test]
-fn no_rank_hangs_if_the_transport_notifies_none() {
-    every_message_fails(false, &[None], None);
-}
-
-#[test]
-fn no_rank_hangs_in_any_algorithm() {
-    every_message_fails(false, &algorithms(), None);
-}
-
-#[test]
-fn delays_do_not_change_the_errors() {
-    every_message_fails(true, &[None], Some(7));
-}
-
-#[test]
-fn all_ranks_fail_if_a_rank_cannot_send_at_all() {
-    for (name, act) in ACTS {
-        for culprit in 0..3 {
-            let faults = |rank| Faults { fail_at: (rank == culprit).then_some(0), ..Faults::default() };
-            let results =
-                run_on_channels(3, |builder| builder, faults, move |group| act(&group).and_then(|()| group.barrier()));
-            assert_eq!(errors(results).len(), 3, "{name}");
-        }
-    }
+    };
+    let of_so_many = &of_so_many;
+    thread::scope(|scope| (2..=5).for_each(|n| drop(scope.spawn(move || of_so_many(n)))));
 }
