@@ -9,7 +9,7 @@ use super::address::Address;
 use super::choice::{choose, setting};
 use super::control::Order;
 use super::copy_stream::{CopyStream, PeerBuffer};
-use super::order::{self, End};
+use super::order::{self, End, OwnToken};
 use super::runtime::{DeviceId, DeviceOperation, Kept, Runtime, Status};
 use super::side::TeamHandle;
 use super::team::{self, Team};
@@ -34,6 +34,7 @@ pub struct Engine<R: Runtime> {
     barrier_count: u64,
     /// The number of the last barrier that each stream is ordered after.
     entered: HashMap<R::Stream, u64>,
+    token: OwnToken<R>,
 }
 
 /// The latest value of a word that streams wait for.
@@ -89,6 +90,7 @@ impl<R: Runtime> Engine<R> {
             barriers: Vec::new(),
             barrier_count: 0,
             entered: HashMap::new(),
+            token: OwnToken::new(),
         }
     }
 
@@ -174,7 +176,7 @@ impl<R: Runtime> Engine<R> {
             return;
         }
         for barrier in self.barriers.iter().filter(|barrier| barrier.number > before && !barrier.has_passed()) {
-            order::await_done::<R>(server, barrier.order, stream);
+            order::await_done(server, barrier.order, stream, &mut self.token);
         }
         // Threads that have ended leave their streams here. Clearing is harmless: streams only wait once more.
         const STREAMS: usize = 4096;
