@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::address::Copy;
-use super::choice::{Topology, launch_config, parse_setting, setting};
+use super::choice::{Topology, launch_config, parse_paths, settings};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, Memory};
@@ -35,8 +35,9 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
     let link = link(&gpus.iter().map(|(gpu, _)| &**gpu).collect::<Vec<_>>());
     let multiprocessors = gpus.iter().map(|(gpu, _)| gpu.multiprocessors).min().unwrap_or(1);
     let sharing = ranks.div_ceil(gpus.len()) as u32;
-    let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors };
-    let mode = form.map_or_else(|| setting().cloned(), parse_setting)?.at(call.bytes());
+    let settings = settings()?;
+    let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors, share: settings.share };
+    let mode = form.map_or_else(|| Ok(settings.by_size.clone()), parse_paths)?.at(call.bytes());
     let config = launch_config(mode, call, &topology).ok_or_else(|| Error::argument(&name, "no kernel supports it"))?;
     let modules = gpus.iter().map(|(gpu, _)| gpu.module(config.kernel)).collect::<Result<Vec<_>, _>>()?;
     let size = call.dtype.size();

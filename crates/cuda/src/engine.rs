@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::Address;
-use super::choice::{choose, setting};
+use super::choice::{choose, settings};
 use super::control::Order;
 use super::copy_stream::{CopyStream, PeerBuffer};
 use super::order::{self, End, OwnToken};
@@ -142,7 +142,7 @@ impl<R: Runtime> Engine<R> {
             // Streams of different teams do not wait for each other.
             return Err(Error::argument("all_reduce", R::UNFINISHED));
         }
-        let choice = choose(setting()?.at(call.bytes()), &call, team.topology(), false);
+        let choice = choose(settings()?.by_size.at(call.bytes()), &call, team.topology(), false);
         let choice = choice.ok_or_else(|| Error::argument(call.operation, format!("no kernel supports {call}")))?;
         let timeout = team.timeout();
         for ready in handle.prepare(server, job, choice, timeout)? {
@@ -165,7 +165,7 @@ impl<R: Runtime> Engine<R> {
     /// Whether kernels connect these sorted devices. The answer is the same on all of them and never changes.
     pub fn takes(&mut self, devices: &[DeviceId]) -> bool {
         // A call returns the error of a malformed setting.
-        setting().is_err() || self.teams.contains_key(devices) || team::kernels_supported(devices)
+        settings().is_err() || self.teams.contains_key(devices) || team::kernels_supported(devices)
     }
 
     /// Called before anything is enqueued on a stream of the server. Orders the stream as earlier calls of `sync`,
@@ -197,7 +197,7 @@ impl<R: Runtime> Engine<R> {
         devices: Vec<DeviceId>,
         job: DeviceOperation<R>,
     ) -> Result<(), Error> {
-        setting()?;
+        settings()?;
         self.enter(server, job.stream);
         let handle = self.handle(devices, job.rank)?;
         // On an error the other ranks would wait for this call.

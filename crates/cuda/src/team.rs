@@ -59,7 +59,7 @@ use self::launch::Controls;
 pub(crate) use self::registry::{fail, kernels_supported};
 use super::address::Word;
 use super::backoff::wait_idle;
-use super::choice::{Choice, Topology};
+use super::choice::{Choice, Topology, settings};
 use super::control::{ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, READY, RELEASED, Report};
 use super::driver::Gpu;
 use super::launches::{self, Launches};
@@ -149,6 +149,7 @@ impl Team {
             link: link(&gpus),
             sharing: (0..team_gpus.len()).map(on).max().unwrap_or(1),
             multiprocessors: gpus.iter().map(|gpu| gpu.multiprocessors).min().unwrap_or(1),
+            share: settings()?.share,
         };
         let ranks = (0..devices.len()).collect();
         let backend = Backend::Kernels(topology, Controls::Own(controls));
