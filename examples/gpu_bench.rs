@@ -16,6 +16,8 @@ mod kernels;
 mod nccl;
 #[path = "gpu_bench/paths.rs"]
 mod paths;
+#[path = "gpu_bench/processes.rs"]
+mod processes;
 #[path = "gpu_bench/report.rs"]
 mod report;
 #[path = "gpu_bench/training.rs"]
@@ -78,6 +80,10 @@ enum Part {
     Unequal,
     /// Training steps of a model with 150 tensors
     Steps,
+    /// What the order of launches adds to a call of two processes
+    Order,
+    /// Kernels of two processes in two containers; needs root, and `ip` for networks of their own
+    Containers,
 }
 
 fn main() -> ExitCode {
@@ -113,6 +119,8 @@ fn measure(args: &Args) -> Result<bool, Failure> {
             Part::Messages => paths::messages(&mut report, extent),
             Part::Unequal => paths::unequal(&mut report, extent),
             Part::Steps => training::steps(&mut report, extent),
+            Part::Order => processes::order(&mut report, extent),
+            Part::Containers => processes::containers(&mut report, extent),
         }
     }
     report.write()?;

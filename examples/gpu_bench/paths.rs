@@ -33,10 +33,12 @@ pub enum Measured {
     Messages,
     Unequal,
     Overlap,
+    Order,
+    Containers,
 }
 
 impl Measured {
-    /// Prints the seconds of each call; of `Overlap`, of so many rounds.
+    /// Prints the seconds of each call; of `Overlap` and `Order`, of so many rounds.
     pub fn print(self, extent: Extent, rounds: usize) -> Result<(), Failure> {
         let all = match self {
             #[cfg(feature = "nccl")]
@@ -47,6 +49,8 @@ impl Measured {
             }
             Measured::Unequal => unequal_parts(extent)?,
             Measured::Overlap => crate::api::overlap_seconds(extent.largest, rounds)?,
+            Measured::Order => crate::processes::order_seconds(extent, rounds)?,
+            Measured::Containers => crate::processes::container_seconds(extent)?,
         };
         all.iter().for_each(|seconds| println!("{seconds:e}"));
         Ok(())
@@ -59,17 +63,21 @@ impl Measured {
 
     /// Returns the seconds that a process prints with this variable.
     pub fn with(self, (variable, value): (&str, &str), extent: Extent, rounds: usize) -> Result<Vec<f64>, Failure> {
+        let ended = self.command(extent, rounds)?.env(variable, value).output()?;
+        if !ended.status.success() {
+            return Err(String::from_utf8_lossy(&ended.stderr).trim().to_owned().into());
+        }
+        String::from_utf8(ended.stdout)?.lines().map(|line| Ok(line.parse()?)).collect()
+    }
+
+    /// Returns the command of a process that prints the seconds.
+    pub fn command(self, extent: Extent, rounds: usize) -> Result<Command, Failure> {
         let mut command = Command::new(std::env::current_exe()?);
         let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let numbers = [extent.largest >> 20, extent.calls, rounds].map(|number| number.to_string());
         let [largest, calls, rounds] = &numbers;
         command.args(["--measured", &name, "--largest", largest, "--calls", calls, "--rounds", rounds]);
-        command.env(variable, value);
-        let ended = command.output()?;
-        if !ended.status.success() {
-            return Err(String::from_utf8_lossy(&ended.stderr).trim().to_owned().into());
-        }
-        String::from_utf8(ended.stdout)?.lines().map(|line| Ok(line.parse()?)).collect()
+        Ok(command)
     }
 }
 

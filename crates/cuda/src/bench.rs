@@ -1,14 +1,18 @@
-//! Timings of the kernels alone, on an otherwise idle stream, for `examples/gpu_bench`.
+//! Timings for `examples/gpu_bench`: of the kernels alone, on an otherwise idle stream, and of agreements on the host.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::address::Copy;
 use super::choice::{Topology, launch_config, parse_paths, settings};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
+use super::launches::Ticket;
 use super::memory::{HostWords, Memory};
 use super::reach::link;
-use bonfire_core::{Call, DType, Error, Operation, partition};
+use bonfire_core::error::Site;
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Call, DType, Deadline, Error, Group, Operation, ReduceOp, partition};
 use half::bf16;
 
 /// Untimed calls before the timed ones.
@@ -168,6 +172,30 @@ pub fn copy_bandwidth(bytes: usize) -> Result<f64, Error> {
     run(WARM_UP)?;
     let seconds = stream.seconds(|| run(COPIES))?;
     Ok((2 * bytes * COPIES) as f64 / seconds)
+}
+
+/// Returns the seconds in which the ranks of a group agree on a call, averaged over `calls` calls that launch nothing:
+/// with the exchange of times by which processes order their launches, or without.
+///
+/// # Errors
+/// Those of the group's operations.
+pub fn agreement_seconds(group: &Group, ordered: bool, calls: usize) -> Result<f64, Error> {
+    let call = Call::new(Operation::AllReduce, DType::F32, 1).reducing(ReduceOp::Sum);
+    let agree = || {
+        // In the queue of a GPU that does not exist: no other call is in it.
+        let ticket = ordered.then(|| Arc::new(Ticket::new(usize::MAX, 0, group.rank())));
+        let proposing = ticket.clone();
+        let propose = move |_: &mut ()| proposing.map(|ticket| ticket.propose());
+        let run = move |(), time: Option<u64>, _: &Site, deadline: &Deadline| match (ticket, time) {
+            (Some(ticket), Some(time)) => ticket.turn(time, deadline, || None),
+            _ => Ok(()),
+        };
+        group.start_agreed(call, || Ok(()), propose, run)?.wait(|(), _| Ok(()))
+    };
+    (0..WARM_UP).try_for_each(|_| agree())?;
+    let clock = Instant::now();
+    (0..calls).try_for_each(|_| agree())?;
+    Ok(clock.elapsed().as_secs_f64() / calls as f64)
 }
 
 fn start(ordinal: usize) -> Result<(Arc<Gpu>, Arc<Stream>), Error> {
