@@ -16,6 +16,8 @@ mod kernels;
 mod nccl;
 #[path = "gpu_bench/paths.rs"]
 mod paths;
+#[path = "gpu_bench/processes.rs"]
+mod processes;
 #[path = "gpu_bench/report.rs"]
 mod report;
 #[path = "gpu_bench/training.rs"]
@@ -68,7 +70,7 @@ enum Part {
     Nccl,
     /// The sizes for which docs/measurements/gpu.md predicts times
     Predicted,
-    /// Computation and collectives at once
+    /// Computation and collectives at once, with collectives on all multiprocessors and on half of them
     Overlap,
     /// Each form of all_reduce at every size
     Sizes,
@@ -78,6 +80,10 @@ enum Part {
     Unequal,
     /// Training steps of a model with 150 tensors
     Steps,
+    /// What the order of launches adds to a call of two processes
+    Order,
+    /// Kernels of two processes in two containers; needs root, and `ip` for networks of their own
+    Containers,
 }
 
 fn main() -> ExitCode {
@@ -97,7 +103,7 @@ fn measure(args: &Args) -> Result<bool, Failure> {
     let gpus = bonfire::CudaDevice::gpus()?;
     let extent = kernels::Extent { largest: (args.largest as usize) << 20, calls: args.calls as usize };
     if let Some(measured) = args.measured {
-        return measured.print(extent).map(|()| true);
+        return measured.print(extent, args.rounds as usize).map(|()| true);
     }
     let mut report = Report::new(args.rounds as usize, args.out.clone());
     for part in Part::value_variants().iter().filter(|part| args.parts.is_empty() || args.parts.contains(part)) {
@@ -108,11 +114,13 @@ fn measure(args: &Args) -> Result<bool, Failure> {
             #[cfg(feature = "nccl")]
             Part::Nccl => nccl::compare(&mut report, extent),
             Part::Predicted => kernels::predicted(&mut report, extent, gpus),
-            Part::Overlap => api::overlap(&mut report, extent.largest),
+            Part::Overlap => api::overlap(&mut report, extent),
             Part::Sizes => kernels::sizes(&mut report, extent),
             Part::Messages => paths::messages(&mut report, extent),
             Part::Unequal => paths::unequal(&mut report, extent),
             Part::Steps => training::steps(&mut report, extent),
+            Part::Order => processes::order(&mut report, extent),
+            Part::Containers => processes::containers(&mut report, extent),
         }
     }
     report.write()?;

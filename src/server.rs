@@ -40,8 +40,9 @@
 //!
 //! `BONFIRE_CUDA` is `auto`, the default, which decides by connection, ranks and size; `kernels`, or one of their forms
 //! for all_reduce (`push`, `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; `host`; or a
-//! table of these by size in bytes, such as `kernels:0-65535;nccl:65536-`. Another value is an error of the first
-//! collective, and so are different values on the ranks of a group.
+//! table of these by size in bytes, such as `kernels:0-65535;nccl:65536-`. `BONFIRE_CUDA_MULTIPROCESSORS` is `all`, the
+//! default, or `half`: what kernels between ranks on one GPU take of its multiprocessors. Another value is an error of
+//! the first collective, and so are different values on the ranks of a group.
 //!
 //! Collectives of several groups are launched in one order on all GPUs; between processes that costs a second small
 //! exchange per call. With several ranks on each of several GPUs, or with messages between processes beside the

@@ -15,6 +15,8 @@ use cubecl::prelude::*;
 use cubecl::server::{Handle, ReduceOperation};
 
 use crate::Failure;
+use crate::kernels::Extent;
+use crate::paths::Measured;
 use crate::report::{Goal, Report};
 
 type Collective = CollectiveRuntime<CudaRuntime>;
@@ -161,8 +163,9 @@ fn launch_busy(rank: &Rank, steps: u32) {
     busy::launch::<Collective>(&rank.client, cubes, CubeDim::new_1d(THREADS), output, steps);
 }
 
-/// Measures the overlap of a kernel on half of the multiprocessors with all-reduces that take as long.
-pub fn overlap(report: &mut Report, largest: usize) {
+/// Returns the seconds of a kernel on half of the multiprocessors, of all-reduces that take as long, and of both at
+/// once, for so many rounds after one as a warm-up.
+pub fn overlap_seconds(largest: usize, rounds: usize) -> Result<Vec<f64>, Failure> {
     // Few and large: while the host enqueues them, the computation, which comes after them, cannot start.
     let bytes = largest.min(256 << 20);
     const CALLS: usize = 8;
@@ -179,8 +182,7 @@ pub fn overlap(report: &mut Report, largest: usize) {
             rank.client.sync_collective();
         })
     };
-    let mut times = Vec::new();
-    report.figure("compute and all_reduce at once, over the longer of them", "times", Goal::AtMost(1.3), || {
+    let round = || {
         let reduced = reduce_alone()?;
         // The steps that take as long as the all-reduces, from the slope between two trials.
         let (short, more) = (compute_alone(2_000)?, compute_alone(22_000)?);
@@ -191,13 +193,25 @@ pub fn overlap(report: &mut Report, largest: usize) {
             compute(number, rank, steps);
             rank.client.sync_collective();
         })?;
-        let computed = compute_alone(steps)?;
-        times.push([computed, reduced, both]);
-        Ok(both / reduced.max(computed))
-    });
-    for (part, what) in ["compute alone", "all_reduces alone", "both at once"].into_iter().enumerate() {
-        // The first round is the warm-up.
-        let values = times.iter().skip(1).map(|times| 1e3 * times[part]).collect();
-        report.optional_values(what.into(), "ms", Ok(values));
+        Ok::<_, Failure>([compute_alone(steps)?, reduced, both])
+    };
+    let all = (0..=rounds).map(|_| round()).skip(1).collect::<Result<Vec<_>, _>>()?;
+    Ok(all.concat())
+}
+
+/// Measures the overlap of that kernel with all-reduces, on all multiprocessors and on half of them.
+pub fn overlap(report: &mut Report, extent: Extent) {
+    for (share, goal) in [("all", Goal::AtMost(1.3)), ("half", Goal::None)] {
+        let variable = ("BONFIRE_CUDA_MULTIPROCESSORS", share);
+        let measured = Measured::Overlap.with(variable, extent, report.rounds()).map_err(|error| error.to_string());
+        let figure = |of_round: fn(&[f64]) -> f64| -> Result<Vec<f64>, Failure> {
+            let seconds = measured.as_ref().map_err(Clone::clone)?;
+            Ok(seconds.chunks(3).map(of_round).collect())
+        };
+        let at_once = format!("compute and all_reduce at once, {share}, over the longer of them");
+        report.add(at_once, "times", goal, figure(|times| times[2] / times[0].max(times[1])));
+        report.optional_values(format!("  compute alone, {share}"), "ms", figure(|times| 1e3 * times[0]));
+        report.optional_values(format!("  all_reduces alone, {share}"), "ms", figure(|times| 1e3 * times[1]));
+        report.optional_values(format!("  both at once, {share}"), "ms", figure(|times| 1e3 * times[2]));
     }
 }

@@ -1,4 +1,5 @@
-//! Operations on tensors by each path. A process takes one path, so each is measured by a process of its own.
+//! What settings change: operations on tensors by each path, and computation beside all-reduces. A process has one
+//! setting, so each is measured by a process of its own.
 
 use std::process::Command;
 use std::time::Instant;
@@ -31,11 +32,14 @@ pub enum Measured {
     GroupCalls,
     Messages,
     Unequal,
+    Overlap,
+    Order,
+    Containers,
 }
 
 impl Measured {
-    /// Prints the seconds of each call.
-    pub fn print(self, extent: Extent) -> Result<(), Failure> {
+    /// Prints the seconds of each call; of `Overlap` and `Order`, of so many rounds.
+    pub fn print(self, extent: Extent, rounds: usize) -> Result<(), Failure> {
         let all = match self {
             #[cfg(feature = "nccl")]
             Measured::GroupCalls => crate::nccl::group_seconds(extent.calls)?,
@@ -44,6 +48,9 @@ impl Measured {
                 up_to(extent.largest, &MESSAGES).map(message).collect::<Result<Vec<_>, _>>()?
             }
             Measured::Unequal => unequal_parts(extent)?,
+            Measured::Overlap => crate::api::overlap_seconds(extent.largest, rounds)?,
+            Measured::Order => crate::processes::order_seconds(extent, rounds)?,
+            Measured::Containers => crate::processes::container_seconds(extent)?,
         };
         all.iter().for_each(|seconds| println!("{seconds:e}"));
         Ok(())
@@ -51,15 +58,26 @@ impl Measured {
 
     /// Returns the seconds that a process prints with this setting of `BONFIRE_CUDA`.
     pub fn by(self, path: &str, extent: Extent) -> Result<Vec<f64>, Failure> {
-        let mut command = Command::new(std::env::current_exe()?);
-        let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        let [largest, calls] = [extent.largest >> 20, extent.calls].map(|number| number.to_string());
-        command.args(["--measured", &name, "--largest", &largest, "--calls", &calls]).env("BONFIRE_CUDA", path);
-        let ended = command.output()?;
+        self.with(("BONFIRE_CUDA", path), extent, 1)
+    }
+
+    /// Returns the seconds that a process prints with this variable.
+    pub fn with(self, (variable, value): (&str, &str), extent: Extent, rounds: usize) -> Result<Vec<f64>, Failure> {
+        let ended = self.command(extent, rounds)?.env(variable, value).output()?;
         if !ended.status.success() {
             return Err(String::from_utf8_lossy(&ended.stderr).trim().to_owned().into());
         }
         String::from_utf8(ended.stdout)?.lines().map(|line| Ok(line.parse()?)).collect()
+    }
+
+    /// Returns the command of a process that prints the seconds.
+    pub fn command(self, extent: Extent, rounds: usize) -> Result<Command, Failure> {
+        let mut command = Command::new(std::env::current_exe()?);
+        let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+        let numbers = [extent.largest >> 20, extent.calls, rounds].map(|number| number.to_string());
+        let [largest, calls, rounds] = &numbers;
+        command.args(["--measured", &name, "--largest", largest, "--calls", calls, "--rounds", rounds]);
+        Ok(command)
     }
 }
 

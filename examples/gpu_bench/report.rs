@@ -97,7 +97,8 @@ impl Report {
         }
     }
 
-    fn add(&mut self, what: String, unit: &'static str, goal: Goal, values: Result<Vec<f64>, Failure>) {
+    /// Adds a figure that was measured elsewhere and must not lack.
+    pub fn add(&mut self, what: String, unit: &'static str, goal: Goal, values: Result<Vec<f64>, Failure>) {
         let (values, error) = match values {
             Ok(values) => (values, None),
             Err(error) => (Vec::new(), Some(error.to_string())),

@@ -115,6 +115,8 @@ def programs(gpus, soak="100000"):
         bench("messages", "messages between two devices", ["kernels/copy.cu"]),
         bench("unequal", "parts of which one is longer", ["kernels/all_to_all.cu", "kernels/all_gather.cu"]),
         bench("steps", "training steps of 150 tensors", [*ALL_REDUCE, *SHARDS]),
+        bench("order", "what the order of launches costs two processes", ALL_REDUCE),
+        bench("containers", "kernels of processes in two containers", ALL_REDUCE),
         # Two ranks share the GPU if there is only one.
         *(
             Program(

@@ -44,6 +44,10 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
         devices: Vec<DeviceId>,
     ) -> Result<(), ServerError> {
         let started = self.start_all_reduce(source, target, dtype, stream, op, devices);
+        if started.is_err() {
+            // A fault of the device, which says more than what it led to, becomes the failure first.
+            let _ = self.status.failure();
+        }
         self.status.record(started);
         Ok(())
     }
@@ -171,7 +175,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         dtype: ElemType,
         op: ReduceOperation,
     ) -> Result<Call, Error> {
-        if let Some(error) = self.status.failure() {
+        if let Some(error) = self.status.reported() {
             return Err(error);
         }
         let reduction = match op {

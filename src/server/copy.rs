@@ -106,7 +106,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         to: DeviceId,
     ) -> Result<Payload, Error> {
         self.drop_failed_calls();
-        if let Some(error) = self.status.failure() {
+        if let Some(error) = self.status.reported() {
             return Err(error);
         }
         let mut both = vec![self.device, to];

@@ -10,6 +10,8 @@ use cubecl::device::DeviceId;
 
 use bonfire_core::Error;
 use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
+#[cfg(feature = "cuda")]
+use bonfire_cuda::Look;
 
 /// State of one logical device, shared by servers, clients and other devices.
 pub(super) struct Status {
@@ -24,7 +26,15 @@ pub(super) struct Status {
 }
 
 /// Poisons the device if a failure happened that no call returns. Returns whether to call the check again.
-type Check = Arc<dyn Fn() -> bool + Send + Sync>;
+type Check = Arc<dyn Fn(Look) -> bool + Send + Sync>;
+
+/// Where a check looks. No runtime of this build has checks.
+#[cfg(not(feature = "cuda"))]
+#[derive(Clone, Copy)]
+enum Look {
+    Reports,
+    Faults,
+}
 
 /// What a device has moved through host memory for collectives and copies since the program started. Data that stays on
 /// GPUs is not counted.
@@ -79,7 +89,7 @@ impl Status {
         }
     }
 
-    /// Adds a check that runs at every call of [`failure`](Self::failure).
+    /// Adds a check that runs at every call of [`failure`](Self::failure) and [`reported`](Self::reported).
     #[cfg(feature = "cuda")]
     pub fn add_check(&self, check: Check) {
         lock(&self.checks).push(check);
@@ -87,9 +97,18 @@ impl Status {
 
     /// Returns the failure that poisoned the device, if any.
     pub fn failure(&self) -> Option<Error> {
+        self.look(Look::Faults)
+    }
+
+    /// Returns the same, before work is enqueued: without asking the driver for faults, after which it refuses work.
+    pub fn reported(&self) -> Option<Error> {
+        self.look(Look::Reports)
+    }
+
+    fn look(&self, look: Look) -> Option<Error> {
         // Not under the lock: a check that finds a failure may cause another call of this function.
         let checks = lock(&self.checks).clone();
-        let ended: Vec<&Check> = checks.iter().filter(|check| !check()).collect();
+        let ended: Vec<&Check> = checks.iter().filter(|check| !check(look)).collect();
         if !ended.is_empty() {
             lock(&self.checks).retain(|check| !ended.iter().any(|ended| Arc::ptr_eq(check, ended)));
         }

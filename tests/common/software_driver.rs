@@ -1,6 +1,7 @@
 //! The software driver (`kernels/check --driver`): how tests start it, what it records, and what it does on request.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int};
 
 use bonfire::Error;
@@ -45,6 +46,27 @@ impl SoftwareDriver {
         // SAFETY: the types are those in `kernels/shim/driver/memory.cpp`.
         let count = |name: &[u8]| unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(name).unwrap()() };
         [count(b"shimDownloaded"), count(b"shimUploaded")]
+    }
+
+    /// The calls of each function of the driver so far.
+    pub fn calls(&self) -> BTreeMap<String, u64> {
+        let mut text = vec![0u8; 1 << 16];
+        // SAFETY: the type is that in `kernels/shim/driver/gpu.cpp`; the text has this many bytes.
+        let length = unsafe {
+            let symbol = self.0.get::<unsafe extern "C" fn(*mut u8, u64) -> u64>(b"shimCalls").unwrap();
+            symbol(text.as_mut_ptr(), text.len() as u64)
+        };
+        assert!((length as usize) < text.len(), "the table of calls has {length} bytes");
+        let lines = std::str::from_utf8(&text[..length as usize]).expect("names of functions");
+        let pairs = lines.lines().map(|line| line.split_once(' ').expect("a name and a number"));
+        pairs.map(|(name, calls)| (name.to_owned(), calls.parse().expect("a number"))).collect()
+    }
+
+    /// The blocks of the last launch of this kernel, in all of its grid.
+    pub fn blocks(&self, kernel: &str) -> u64 {
+        let name = CString::new(kernel).unwrap();
+        // SAFETY: the type is that in `kernels/shim/driver/module.cpp`; the name is a C string.
+        unsafe { self.0.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"shimBlocks").unwrap()(name.as_ptr()) }
     }
 
     /// The launches of this kernel so far.

@@ -10,10 +10,11 @@ use cubecl::server::Handle;
 use cubecl::server::ReduceOperation::Sum;
 use cudarc::driver::{CudaContext, sys};
 
-use crate::Devices;
+use crate::cases::{Case, all_reduces};
 use crate::devices::{F32, create, read};
 use crate::faults::{SLACK, works};
 use crate::software_driver::{SoftwareDriver, faulty_gpu, with_gpus};
+use crate::{Devices, cases};
 
 #[test]
 #[ignore = "needs the software driver"]
@@ -30,6 +31,30 @@ fn collectives_run_on_streams_of_the_highest_priority() {
     assert_eq!(driver.least_priority("push_sum_f32"), greatest);
     // cubecl's streams have none.
     assert_eq!(driver.least_priority("tensors_ready"), least);
+}
+
+/// A computation on the other half can then run beside them.
+#[test]
+#[ignore = "needs the software driver"]
+fn half_of_the_multiprocessors_means_half_of_the_blocks() {
+    let driver = SoftwareDriver::loaded();
+    if !is_child() {
+        // A software GPU has 4 multiprocessors.
+        for (share, blocks) in [("all", "4"), ("half", "2")] {
+            let variables = with_gpus(1, &[("BONFIRE_CUDA_MULTIPROCESSORS", share)]);
+            let mut process =
+                Process::start("software::half_of_the_multiprocessors_means_half_of_the_blocks", &variables);
+            assert_eq!(process.read_line(), blocks, "{share}");
+            assert!(process.end().success());
+        }
+        return;
+    }
+    let devices = Devices::new(0, 2);
+    all_reduces(&devices, &cases(&[1, 1001]));
+    // Two-shot, and large enough for all blocks.
+    let large = Case { number: 0, dtype: F32, mean: false, in_place: true, length: 140_001, around: (0, 0) };
+    all_reduces(&devices, &[large]);
+    send_line(driver.blocks("two_shot_sum_f32"));
 }
 
 /// A host function would make the next copy wait for the host.

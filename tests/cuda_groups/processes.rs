@@ -106,7 +106,7 @@ fn ranks_with_different_tables_get_the_same_error() {
     let mut ranks = Process::start_ranks_by(command, NAME, 2, "tcp", "60", &[]);
     for rank in &ranks {
         let error = rank.outcome().expect_err("the tables differ");
-        let words = "BONFIRE_CUDA is auto:0- on rank 0 and kernels:0-9;nccl:10- on rank 1";
+        let words = "BONFIRE_CUDA is auto:0- on rank 0, and BONFIRE_CUDA is kernels:0-9;nccl:10- on rank 1";
         assert!(matches!(&error, Error::Config(text) if text.contains(words)), "{error}");
     }
     assert!(ranks.iter_mut().all(|rank| rank.end().success()));

@@ -1,5 +1,7 @@
-//! Trainings whose copies between host and devices the software driver counts. `scripts/gpu-check` leaves these tests
-//! out.
+//! Trainings whose copies between host and devices, and calls, the software driver counts. `scripts/gpu-check` leaves
+//! these tests out.
+
+mod calls;
 
 use bonfire::{CudaDevice, DataParallel, Group, ShardedOptimizer, Sharding};
 use bonfire_core::internal::hash;

@@ -7,20 +7,35 @@ use bonfire_core::{Deadline, Error};
 
 /// How long a wait yields before it sleeps.
 const SHORT: Duration = Duration::from_millis(2);
+/// The longest time between two questions to the driver.
+const SELDOM: Duration = Duration::from_millis(100);
 
 /// The pause between two polls. At first it yields, for about as long as a small call takes, or NCCL to enqueue an
 /// operation. Then it sleeps, longer and longer: NCCL may connect ranks for seconds, and polling should cost little.
 #[derive(Default)]
-pub(crate) struct Backoff(Option<Instant>);
+pub(crate) struct Backoff {
+    began: Option<Instant>,
+    /// After how long the driver is asked next.
+    next: Duration,
+}
 
 impl Backoff {
-    /// Whether the wait has become long, so that what costs microseconds may be polled too.
-    pub fn is_long(&self) -> bool {
-        self.0.is_some_and(|begin| begin.elapsed() >= SHORT)
+    /// Whether to ask the driver, which takes microseconds and a lock that threads which enqueue work need: once the
+    /// wait is long, then each time it has become twice as long, and at least every [`SELDOM`].
+    pub fn asks_driver(&mut self) -> bool {
+        self.began.is_some_and(|began| self.is_due(began.elapsed()))
+    }
+
+    fn is_due(&mut self, waited: Duration) -> bool {
+        let due = waited >= self.next.max(SHORT);
+        if due {
+            self.next = waited + waited.min(SELDOM);
+        }
+        due
     }
 
     pub fn wait(&mut self) {
-        let waited = self.0.get_or_insert_with(Instant::now).elapsed();
+        let waited = self.began.get_or_insert_with(Instant::now).elapsed();
         if waited < SHORT {
             thread::yield_now();
         } else {
@@ -47,4 +62,17 @@ pub(crate) fn wait_idle(idle: impl Fn() -> bool, release: impl Fn()) -> Result<(
         backoff.wait();
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_driver_is_asked_seldom() {
+        let mut backoff = Backoff::default();
+        assert!(!backoff.asks_driver(), "the first poll");
+        let asked: Vec<u64> = (0..500).filter(|waited| backoff.is_due(Duration::from_millis(*waited))).collect();
+        assert_eq!(asked, [2, 4, 8, 16, 32, 64, 128, 228, 328, 428]);
+    }
 }

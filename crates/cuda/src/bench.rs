@@ -1,14 +1,18 @@
-//! Timings of the kernels alone, on an otherwise idle stream, for `examples/gpu_bench`.
+//! Timings for `examples/gpu_bench`: of the kernels alone, on an otherwise idle stream, and of agreements on the host.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::address::Copy;
-use super::choice::{Topology, launch_config, parse_setting, setting};
+use super::choice::{Topology, launch_config, parse_paths, settings};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
+use super::launches::Ticket;
 use super::memory::{HostWords, Memory};
 use super::reach::link;
-use bonfire_core::{Call, DType, Error, Operation, partition};
+use bonfire_core::error::Site;
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Call, DType, Deadline, Error, Group, Operation, ReduceOp, partition};
 use half::bf16;
 
 /// Untimed calls before the timed ones.
@@ -35,8 +39,9 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
     let link = link(&gpus.iter().map(|(gpu, _)| &**gpu).collect::<Vec<_>>());
     let multiprocessors = gpus.iter().map(|(gpu, _)| gpu.multiprocessors).min().unwrap_or(1);
     let sharing = ranks.div_ceil(gpus.len()) as u32;
-    let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors };
-    let mode = form.map_or_else(|| setting().cloned(), parse_setting)?.at(call.bytes());
+    let settings = settings()?;
+    let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors, share: settings.share };
+    let mode = form.map_or_else(|| Ok(settings.by_size.clone()), parse_paths)?.at(call.bytes());
     let config = launch_config(mode, call, &topology).ok_or_else(|| Error::argument(&name, "no kernel supports it"))?;
     let modules = gpus.iter().map(|(gpu, _)| gpu.module(config.kernel)).collect::<Result<Vec<_>, _>>()?;
     let size = call.dtype.size();
@@ -167,6 +172,30 @@ pub fn copy_bandwidth(bytes: usize) -> Result<f64, Error> {
     run(WARM_UP)?;
     let seconds = stream.seconds(|| run(COPIES))?;
     Ok((2 * bytes * COPIES) as f64 / seconds)
+}
+
+/// Returns the seconds in which the ranks of a group agree on a call, averaged over `calls` calls that launch nothing:
+/// with the exchange of times by which processes order their launches, or without.
+///
+/// # Errors
+/// Those of the group's operations.
+pub fn agreement_seconds(group: &Group, ordered: bool, calls: usize) -> Result<f64, Error> {
+    let call = Call::new(Operation::AllReduce, DType::F32, 1).reducing(ReduceOp::Sum);
+    let agree = || {
+        // In the queue of a GPU that does not exist: no other call is in it.
+        let ticket = ordered.then(|| Arc::new(Ticket::new(usize::MAX, 0, group.rank())));
+        let proposing = ticket.clone();
+        let propose = move |_: &mut ()| proposing.map(|ticket| ticket.propose());
+        let run = move |(), time: Option<u64>, _: &Site, deadline: &Deadline| match (ticket, time) {
+            (Some(ticket), Some(time)) => ticket.turn(time, deadline, || None),
+            _ => Ok(()),
+        };
+        group.start_agreed(call, || Ok(()), propose, run)?.wait(|(), _| Ok(()))
+    };
+    (0..WARM_UP).try_for_each(|_| agree())?;
+    let clock = Instant::now();
+    (0..calls).try_for_each(|_| agree())?;
+    Ok(clock.elapsed().as_secs_f64() / calls as f64)
 }
 
 fn start(ordinal: usize) -> Result<(Arc<Gpu>, Arc<Stream>), Error> {

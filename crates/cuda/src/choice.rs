@@ -6,7 +6,7 @@
 
 mod setting;
 
-pub(crate) use self::setting::{Mode, parse_setting, setting};
+pub(crate) use self::setting::{Mode, Settings, Share, parse_paths, settings};
 use super::control::{MAX_BLOCKS, MAX_RANKS, PUSH_BYTES};
 use super::kernel::{Form, Kernel, reduces};
 use super::remote;
@@ -74,6 +74,8 @@ pub(crate) struct Topology {
     pub sharing: u32,
     /// Of the GPU that has the fewest.
     pub multiprocessors: u32,
+    /// What kernels take of these if there is one GPU.
+    pub share: Share,
 }
 
 /// A kernel and its grid, the same on all ranks.
@@ -166,7 +168,10 @@ pub(crate) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
     // A block of 512 threads fits on a multiprocessor whatever the kernel's registers are: see `__launch_bounds__`. A
     // kernel that waits for another GPU must leave room for what that GPU may be waiting for here, such as the kernel
     // of another team.
-    let usable = if topology.gpus > 1 { topology.multiprocessors / 4 } else { topology.multiprocessors };
+    let usable = match topology.gpus {
+        1 => topology.share.of(topology.multiprocessors),
+        _ => topology.multiprocessors / 4,
+    };
     let most = MAX_BLOCKS.min(usable / topology.sharing).max(1);
     let blocks = u32::try_from(work.div_ceil(threads)).unwrap_or(most).clamp(1, most);
     let reduces = call.reduction.map(|op| (op, call.dtype));
@@ -183,11 +188,12 @@ mod tests {
         Call::new(Operation::AllReduce, dtype, count).reducing(ReduceOp::Sum)
     }
 
-    const TWO_ON_ONE: Topology = Topology { ranks: 2, gpus: 1, link: Link::OneGpu, sharing: 2, multiprocessors: 132 };
+    const TWO_ON_ONE: Topology =
+        Topology { ranks: 2, gpus: 1, link: Link::OneGpu, sharing: 2, multiprocessors: 132, share: Share::All };
     const EIGHT: Topology = between(Link::Nvlink, 8);
 
     const fn between(link: Link, ranks: usize) -> Topology {
-        Topology { ranks, gpus: ranks, link, sharing: 1, multiprocessors: 132 }
+        Topology { ranks, gpus: ranks, link, sharing: 1, multiprocessors: 132, share: Share::All }
     }
 
     fn form(mode: Mode, topology: &Topology, bytes: usize) -> Form {
@@ -251,7 +257,9 @@ mod tests {
 
     #[test]
     fn grids_fit_on_the_gpu() {
-        for (topology, most) in [(TWO_ON_ONE, 66), (EIGHT, 33)] {
+        let half = |topology| Topology { share: Share::Half, ..topology };
+        // Between GPUs a kernel takes a quarter in any case.
+        for (topology, most) in [(TWO_ON_ONE, 66), (half(TWO_ON_ONE), 33), (EIGHT, 33), (half(EIGHT), 33)] {
             let config = |count| launch_config(Mode::Kernels, &all_reduce(DType::F32, count), &topology).unwrap();
             assert_eq!((config(0).blocks, config(1).blocks, config(64 << 20).blocks), (1, 1, most));
         }

@@ -10,7 +10,7 @@ use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, word};
 use super::order::ReadyCounter;
-use super::runtime::{DeviceId, Kept, Runtime};
+use super::runtime::{DeviceId, Kept, Look, Runtime};
 use bonfire_core::Error;
 use bonfire_core::internal::{Rows, lock};
 
@@ -28,7 +28,7 @@ pub(crate) struct CopyStream<R: Runtime> {
     /// The word in GPU memory that counts the finished copies: `DONE` for streams of this GPU.
     done: Word,
     /// The values that the `READY` word was given.
-    ready_counter: ReadyCounter<R::Stream>,
+    ready_counter: ReadyCounter<R>,
     copied: u64,
 }
 
@@ -45,13 +45,13 @@ struct InFlight {
 
 impl InFlight {
     /// Why the copies fail, if they do. Costs little if none is in flight.
-    fn failure(&self) -> Option<Error> {
+    fn failure(&self, look: Look) -> Option<Error> {
         // Only `await_done` reports here.
         if self.host.load(FAILURE) != 0 {
             return Some(Error::broken("copy", "the GPU did not finish it, or the work queued before it, in time"));
         }
         self.release_done();
-        if lock(&self.kept).is_empty() { None } else { self.fault() }
+        if look == Look::Reports || lock(&self.kept).is_empty() { None } else { self.fault() }
     }
 
     /// The fault of the GPU, if it has one.
@@ -77,9 +77,9 @@ impl<R: Runtime> CopyStream<R> {
         let in_flight = Arc::new(InFlight { stream, host, kept: Mutex::default() });
         let status = R::status(device);
         let watched = (Arc::downgrade(&in_flight), Arc::downgrade(&status));
-        let check = move || {
+        let check = move |look| {
             let (Some(in_flight), Some(status)) = (watched.0.upgrade(), watched.1.upgrade()) else { return false };
-            let failure = in_flight.failure();
+            let failure = in_flight.failure(look);
             let goes_on = failure.is_none();
             failure.into_iter().for_each(|error| status.fail(error));
             goes_on
@@ -103,6 +103,8 @@ impl<R: Runtime> CopyStream<R> {
         let copy = R::allocate(server, bytes, stream);
         let (from, to) = (R::address(server, &memory, stream)?, R::address(server, &copy, stream)?);
         let ready = self.signal_ready(server, R::stream(&memory), stream);
+        // Once for all that follows.
+        let _entered = self.in_flight.stream.gpu.enter()?;
         self.wait_for(ready)?;
         // SAFETY: both have this many bytes, and `finish` keeps them until the copy is done.
         unsafe { self.in_flight.stream.copy(&Copy::of(from, to, bytes)) }?;
@@ -129,6 +131,8 @@ impl<R: Runtime> CopyStream<R> {
         let to = R::address(server, &target, stream)?;
         // Earlier work on the target's memory may still be in flight.
         let free = self.signal_ready(server, stream, stream);
+        // Once for all that follows.
+        let _entered = self.in_flight.stream.gpu.enter()?;
         self.wait_for(free)?;
         self.wait_for(lent.ready)?;
         // SAFETY: as checked above, both have these rows, and `finish` keeps them until the copy is done.
@@ -148,7 +152,7 @@ impl<R: Runtime> CopyStream<R> {
 
     /// Whether a copy did not finish in time, or the GPU has a fault.
     pub fn has_failed(&self) -> bool {
-        self.in_flight.failure().is_some()
+        self.in_flight.failure(Look::Faults).is_some()
     }
 
     /// Signals that a copy is done, and keeps its memory until then.
@@ -169,7 +173,7 @@ impl<R: Runtime> CopyStream<R> {
     /// Returns the `READY` word, and its value once the work queued so far on both streams is done.
     fn signal_ready(&mut self, server: &mut R::Server, owner: R::Stream, stream: R::Stream) -> (Word, u64) {
         let word = self.in_flight.host.word(READY);
-        (word, self.ready_counter.signal::<R>(server, word, &[owner, stream], stream))
+        (word, self.ready_counter.signal(server, word, &[owner, stream], stream))
     }
 }
 
@@ -183,7 +187,7 @@ impl<R: Runtime> Drop for CopyStream<R> {
         };
         // A fault has ended them. The driver frees nothing then, and does not say when the last write has arrived.
         let ended = wait_idle(|| stream.is_idle().unwrap_or(true), release);
-        let ended = ended.and_then(|()| self.in_flight.failure().map_or(Ok(()), Err));
+        let ended = ended.and_then(|()| self.in_flight.failure(Look::Faults).map_or(Ok(()), Err));
         if let Err(error) = ended {
             log::warn!("ending the copies of a device: {error}");
             std::mem::forget(std::mem::take(&mut *lock(kept)));

@@ -11,6 +11,7 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::address::{Address, Copy, Word};
+use super::context::ContextGuard;
 use super::kernel::{Kernel, Module};
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
@@ -84,17 +85,6 @@ pub fn gpus() -> Result<usize, Error> {
     }
 }
 
-/// Keeps a GPU's context current on this thread until it is dropped.
-pub(crate) struct ContextGuard;
-
-impl Drop for ContextGuard {
-    fn drop(&mut self) {
-        let mut left = std::ptr::null_mut();
-        // SAFETY: pops the context that `Gpu::enter` pushed on this thread.
-        let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut left) };
-    }
-}
-
 impl Gpu {
     pub fn of(ordinal: usize) -> Result<Arc<Gpu>, Error> {
         let mut gpus = lock(&GPUS);
@@ -124,14 +114,14 @@ impl Gpu {
         Ok(gpu)
     }
 
+    /// Makes the context current. Within an entered context that calls no driver, so code that makes several calls
+    /// enters once before them.
     pub fn enter(&self) -> Result<ContextGuard, Error> {
         self.make_current().map_err(|e| failure("entering the context", self.ordinal, e))
     }
 
     fn make_current(&self) -> Result<ContextGuard, DriverError> {
-        // SAFETY: the context lives as long as the process.
-        unsafe { sys::cuCtxPushCurrent_v2(self.context) }.result()?;
-        Ok(ContextGuard)
+        ContextGuard::enter(self.ordinal, self.context)
     }
 
     /// Allocates memory that does not come from a pool. Other processes can open it, and streams can wait for words in
@@ -290,10 +280,11 @@ impl Stream {
         })
     }
 
-    /// Lets another library enqueue work on the stream.
+    /// Lets another library enqueue work on the stream, in a context that it may replace.
     #[cfg(feature = "nccl")]
     pub fn with_raw<T>(&self, put: impl FnOnce(sys::CUstream) -> Result<T, Error>) -> Result<T, Error> {
-        let _entered = self.gpu.enter()?;
+        let entered = ContextGuard::push(self.gpu.ordinal, self.gpu.context);
+        let _entered = entered.map_err(|e| failure("entering the context", self.gpu.ordinal, e))?;
         put(self.raw)
     }
 

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::Address;
-use super::choice::{choose, setting};
+use super::choice::{choose, settings};
 use super::control::Order;
 use super::copy_stream::{CopyStream, PeerBuffer};
-use super::order::{self, End};
+use super::order::{self, End, OwnToken};
 use super::runtime::{DeviceId, DeviceOperation, Kept, Runtime, Status};
 use super::side::TeamHandle;
 use super::team::{self, Team};
@@ -34,6 +34,7 @@ pub struct Engine<R: Runtime> {
     barrier_count: u64,
     /// The number of the last barrier that each stream is ordered after.
     entered: HashMap<R::Stream, u64>,
+    token: OwnToken<R>,
 }
 
 /// The latest value of a word that streams wait for.
@@ -89,6 +90,7 @@ impl<R: Runtime> Engine<R> {
             barriers: Vec::new(),
             barrier_count: 0,
             entered: HashMap::new(),
+            token: OwnToken::new(),
         }
     }
 
@@ -140,7 +142,7 @@ impl<R: Runtime> Engine<R> {
             // Streams of different teams do not wait for each other.
             return Err(Error::argument("all_reduce", R::UNFINISHED));
         }
-        let choice = choose(setting()?.at(call.bytes()), &call, team.topology(), false);
+        let choice = choose(settings()?.by_size.at(call.bytes()), &call, team.topology(), false);
         let choice = choice.ok_or_else(|| Error::argument(call.operation, format!("no kernel supports {call}")))?;
         let timeout = team.timeout();
         for ready in handle.prepare(server, job, choice, timeout)? {
@@ -163,7 +165,7 @@ impl<R: Runtime> Engine<R> {
     /// Whether kernels connect these sorted devices. The answer is the same on all of them and never changes.
     pub fn takes(&mut self, devices: &[DeviceId]) -> bool {
         // A call returns the error of a malformed setting.
-        setting().is_err() || self.teams.contains_key(devices) || team::kernels_supported(devices)
+        settings().is_err() || self.teams.contains_key(devices) || team::kernels_supported(devices)
     }
 
     /// Called before anything is enqueued on a stream of the server. Orders the stream as earlier calls of `sync`,
@@ -174,7 +176,7 @@ impl<R: Runtime> Engine<R> {
             return;
         }
         for barrier in self.barriers.iter().filter(|barrier| barrier.number > before && !barrier.has_passed()) {
-            order::await_done::<R>(server, barrier.order, stream);
+            order::await_done(server, barrier.order, stream, &mut self.token);
         }
         // Threads that have ended leave their streams here. Clearing is harmless: streams only wait once more.
         const STREAMS: usize = 4096;
@@ -195,7 +197,7 @@ impl<R: Runtime> Engine<R> {
         devices: Vec<DeviceId>,
         job: DeviceOperation<R>,
     ) -> Result<(), Error> {
-        setting()?;
+        settings()?;
         self.enter(server, job.stream);
         let handle = self.handle(devices, job.rank)?;
         // On an error the other ranks would wait for this call.

@@ -4,7 +4,7 @@
 use cudarc::driver::result;
 use serde::{Deserialize, Serialize};
 
-use super::choice::{Link, Topology};
+use super::choice::{Link, Share, Topology};
 use super::control::MAX_RANKS;
 use super::driver::{Gpu, Uuid, failure, uuid};
 use super::reach::KERNELS_NEED;
@@ -47,8 +47,8 @@ impl Place {
 }
 
 /// How kernels could serve these ranks, whose processes are given too, or why they cannot. The link is that of GPUs
-/// without NVLink. `requested` is whether the user requests kernels for some sizes.
-pub(crate) fn topology(places: &[Place], processes: &[u64], requested: bool) -> Result<Topology, String> {
+/// without NVLink. `requested` is whether the user requests kernels for some sizes, and `share` what they may take.
+pub(crate) fn topology(places: &[Place], processes: &[u64], requested: bool, share: Share) -> Result<Topology, String> {
     let ranks = places.len();
     if ranks > MAX_RANKS {
         return Err(format!("they serve {MAX_RANKS} ranks at most"));
@@ -79,6 +79,7 @@ pub(crate) fn topology(places: &[Place], processes: &[u64], requested: bool) -> 
         link: if sharing > 1 { Link::TimeSliced } else { Link::PcieWindows },
         sharing: sharing as u32,
         multiprocessors: places.iter().map(|place| place.multiprocessors).min().unwrap_or(1),
+        share,
     })
 }
 
@@ -92,6 +93,8 @@ mod tests {
 
     #[test]
     fn windows_serve_ranks_of_one_host() {
+        let topology =
+            |places: &[Place], processes: &[u64], requested| topology(places, processes, requested, Share::All);
         let own = |gpus: &[u8]| gpus.iter().map(|gpu| place("a", *gpu)).collect::<Vec<_>>();
         let all = topology(&own(&[3, 1, 2]), &[10, 11, 12], false).unwrap();
         let expected = (3, 3, Link::PcieWindows, 1, 101);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::choice::{Choice, Link, Mode, Topology, choose, setting, wants_nccl};
+use super::choice::{Choice, Link, Mode, Settings, Topology, choose, settings, wants_nccl};
 use super::driver::Gpu;
 use super::exchange::{InFlight, Launch, LaunchFn};
 use super::launches::{Launches, Ticket};
@@ -46,7 +46,7 @@ impl<R: Runtime> Attachment for RankRoute<R> {
 
 /// How the ranks of a group exchange data without host memory. A rank has one for its device.
 pub struct Route<R: Runtime> {
-    setting: &'static BySize<Mode>,
+    by_size: &'static BySize<Mode>,
     kernels: Option<TeamHandle<R>>,
     nccl: Option<TeamHandle<R>>,
     /// The group's number, on which its ranks have agreed.
@@ -63,8 +63,8 @@ struct RankInfo {
     /// A number unique to the process.
     process: u64,
     device: DeviceId,
-    /// What `BONFIRE_CUDA` requests.
-    setting: String,
+    /// What its user requests.
+    settings: String,
     /// The reason for which NCCL does not work here, if it does not.
     nccl: Result<(), String>,
     /// Where its GPU is, or why kernels cannot run there.
@@ -104,18 +104,19 @@ impl<R: Runtime> RankRoute<R> {
 
 fn agree<R: Runtime>(group: &Group, device: DeviceId) -> Result<RankRoute<R>, Error> {
     let (process, team) = (process_number()?, random()?);
-    let setting = setting();
-    let info = |setting: &BySize<Mode>| {
+    let settings = settings();
+    let info = |settings: &Settings| {
         let gpu = Gpu::of(device.ordinal());
         let nccl = gpu.clone().and_then(|gpu| remote::available(gpu.ordinal)).map_err(|error| error.to_string());
         let place = gpu.and_then(|gpu| Place::of(&gpu)).map_err(|error| error.to_string());
-        RankInfo { process, device, setting: setting.to_string(), nccl, place, team }
+        RankInfo { process, device, settings: settings.to_string(), nccl, place, team }
     };
-    let infos = group.all_gather_results(setting.clone().map(info))?;
-    let setting = setting?;
+    let infos = group.all_gather_results(settings.clone().map(info))?;
+    let settings = settings?;
+    let by_size = &settings.by_size;
     let devices: Vec<_> = infos.iter().map(|info| info.device).collect();
     check_settings(&infos)?;
-    let supported = Supported::of(setting, &infos, &devices);
+    let supported = Supported::of(settings, &infos, &devices);
     let rank = group.rank();
     let gpus = || devices.iter().map(|device| device.ordinal()).collect();
     let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus())).transpose()?;
@@ -135,9 +136,9 @@ fn agree<R: Runtime>(group: &Group, device: DeviceId) -> Result<RankRoute<R>, Er
     };
     let kernel_team = kernels.as_ref().map(|handle| handle.team.clone());
     let topology = kernel_team.as_ref().and_then(|team| team.topology());
-    let forced = setting.paths().any(|mode| mode == Mode::Nccl);
+    let forced = by_size.paths().any(|mode| mode == Mode::Nccl);
     let nccl = match &supported.nccl {
-        Ok(()) if setting.paths().any(|mode| wants_nccl(mode, topology)) => {
+        Ok(()) if by_size.paths().any(|mode| wants_nccl(mode, topology)) => {
             connect::<R>(group, device, forced, group_team(kernel_team.clone()))?
         }
         Ok(()) => None,
@@ -163,15 +164,15 @@ fn agree<R: Runtime>(group: &Group, device: DeviceId) -> Result<RankRoute<R>, Er
     let nccl = nccl.map(|team| TeamHandle::of(team, 0));
     let ticket = (!supported.in_process).then(|| (device.ordinal(), rank));
     let devices = supported.in_process.then_some(devices);
-    let route = Route { setting, kernels, nccl, group: infos[0].team, devices, ticket };
+    let route = Route { by_size, kernels, nccl, group: infos[0].team, devices, ticket };
     Ok(RankRoute { device, route: Some(Arc::new(route)) })
 }
 
 /// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
 fn check_settings(infos: &[RankInfo]) -> Result<(), Error> {
-    let Some(rank) = infos.iter().position(|info| info.setting != infos[0].setting) else { return Ok(()) };
-    let (first, other) = (&infos[0].setting, &infos[rank].setting);
-    let reason = format!("BONFIRE_CUDA is {first} on rank 0 and {other} on rank {rank}; set the same on all ranks");
+    let Some(rank) = infos.iter().position(|info| info.settings != infos[0].settings) else { return Ok(()) };
+    let (first, other) = (&infos[0].settings, &infos[rank].settings);
+    let reason = format!("{first} on rank 0, and {other} on rank {rank}; set the same on all ranks");
     Err(Error::Config(reason))
 }
 
@@ -193,7 +194,7 @@ enum Kernels {
 }
 
 impl Supported {
-    fn of(setting: &BySize<Mode>, infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
+    fn of(settings: &Settings, infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
         let in_process = infos.iter().all(|info| info.process == infos[0].process);
         let shared = in_process.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
         if let Some(rank) = shared {
@@ -205,22 +206,22 @@ impl Supported {
         let kernels = match in_process {
             true if kernels_supported(devices) => Ok(Kernels::OfProcess),
             true => Err("the GPUs do not support them".into()),
-            false => windows_supported(setting, infos),
+            false => windows_supported(settings, infos),
         };
         Supported { in_process, kernels, nccl }
     }
 }
 
 /// Whether kernels may serve the ranks through windows.
-fn windows_supported(setting: &BySize<Mode>, infos: &[RankInfo]) -> Result<Kernels, String> {
-    let requested = setting.paths().any(Mode::requests_kernels);
-    if !requested && !setting.paths().any(|mode| mode == Mode::Auto) {
+fn windows_supported(settings: &Settings, infos: &[RankInfo]) -> Result<Kernels, String> {
+    let requested = settings.by_size.paths().any(Mode::requests_kernels);
+    if !requested && !settings.by_size.paths().any(|mode| mode == Mode::Auto) {
         return Err("BONFIRE_CUDA does not select them".into());
     }
     let place = |(rank, info): (usize, &RankInfo)| info.place.clone().map_err(|why| format!("rank {rank}: {why}"));
     let places = infos.iter().enumerate().map(place).collect::<Result<Vec<_>, _>>()?;
     let processes: Vec<_> = infos.iter().map(|info| info.process).collect();
-    let topology = place::topology(&places, &processes, requested)?;
+    let topology = place::topology(&places, &processes, requested, settings.share)?;
     Ok(Kernels::InWindows(topology, places))
 }
 
@@ -273,7 +274,7 @@ fn connect<R: Runtime>(
 impl<R: Runtime> Route<R> {
     fn choose(&self, call: &Call) -> Option<Choice> {
         let topology = self.kernels.as_ref().and_then(|handle| handle.team.topology());
-        choose(self.setting.at(call.bytes()), call, topology, self.nccl.is_some())
+        choose(self.by_size.at(call.bytes()), call, topology, self.nccl.is_some())
     }
 
     /// Whether the route supports this call. The answer is the same on all ranks.
@@ -288,7 +289,7 @@ impl<R: Runtime> Route<R> {
 
     /// Returns how messages between the ranks go, if not through host memory. The answer is the same on all ranks.
     pub fn messages(&self) -> Option<Messages> {
-        if self.setting.paths().all(|mode| mode == Mode::Host) {
+        if self.by_size.paths().all(|mode| mode == Mode::Host) {
             return None;
         }
         let lent = self.devices.as_ref().map(|_| Messages::Lent);
@@ -353,16 +354,18 @@ impl<R: Runtime> Route<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::choice::Share;
 
     fn info(process: u64, number: u16) -> RankInfo {
         let place = Err("no place".into());
         let device = DeviceId { gpu: 0, number };
-        RankInfo { process, device, setting: "auto:0-".into(), nccl: Ok(()), place, team: 0 }
+        RankInfo { process, device, settings: "BONFIRE_CUDA is auto:0-".into(), nccl: Ok(()), place, team: 0 }
     }
 
     fn supported(infos: &[RankInfo]) -> (bool, Option<String>) {
         let devices: Vec<_> = infos.iter().map(|info| info.device).collect();
-        let supported = Supported::of(&BySize::all(Mode::Auto), infos, &devices);
+        let settings = Settings { by_size: BySize::all(Mode::Auto), share: Share::All };
+        let supported = Supported::of(&settings, infos, &devices);
         (supported.kernels.is_ok(), supported.nccl.err())
     }
 
@@ -375,10 +378,13 @@ mod tests {
 
     #[test]
     fn ranks_with_different_settings_get_the_same_error() {
-        let other = RankInfo { setting: "nccl:0-".into(), ..info(2, 0) };
+        let other = RankInfo { settings: "BONFIRE_CUDA is nccl:0-".into(), ..info(2, 0) };
         assert_eq!(check_settings(&[info(1, 0), info(1, 1)]), Ok(()));
         let error = check_settings(&[info(1, 0), info(1, 1), other]).unwrap_err().to_string();
-        assert!(error.contains("auto:0- on rank 0 and nccl:0- on rank 2; set the same"), "{error}");
+        assert!(
+            error.contains("BONFIRE_CUDA is auto:0- on rank 0, and BONFIRE_CUDA is nccl:0- on rank 2; set the same"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -56,8 +56,9 @@ pub unsafe trait Runtime: 'static {
     /// If the server cannot find it.
     fn address(server: &mut Self::Server, memory: &Self::Memory, stream: Self::Stream) -> Result<Address, Error>;
 
-    /// Launches a kernel of one thread on the stream. It runs after all work so far on the streams that the tokens were
-    /// allocated for, just before this call. The addresses of the tokens are its first parameters.
+    /// Launches a kernel of one thread on the stream. It runs after all work so far on that stream and on those that
+    /// the tokens were allocated for: just before this call, or earlier if for the same stream. The addresses of the
+    /// tokens are its first parameters; one may be given several times.
     fn launch(
         server: &mut Self::Server,
         kernel: OrderKernel,
@@ -89,7 +90,20 @@ pub trait Status: Send + Sync {
 
     /// Adds a check that is made before the device's memory is read and whenever [`failure`](Self::failure) is asked
     /// for, until it returns false. It calls [`fail`](Self::fail) for what GPUs have reported.
-    fn add_check(&self, check: Arc<dyn Fn() -> bool + Send + Sync>);
+    fn add_check(&self, check: Check);
+}
+
+/// Fails a device for what GPUs have reported. Returns whether to call it again.
+pub type Check = Arc<dyn Fn(Look) -> bool + Send + Sync>;
+
+/// Where a check looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// In host memory, for what kernels report. That is enough before work is enqueued: the driver refuses it after a
+    /// fault.
+    Reports,
+    /// There, and at the driver's state of all streams with work in flight, which shows faults.
+    Faults,
 }
 
 /// A logical device: several on one GPU have servers of their own.

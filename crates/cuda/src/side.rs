@@ -18,7 +18,7 @@ pub(crate) struct TeamHandle<R: Runtime> {
     pub team: Arc<Team>,
     pub local: usize,
     /// The values that the rank's `READY` word was given.
-    ready_counter: Mutex<ReadyCounter<R::Stream>>,
+    ready_counter: Mutex<ReadyCounter<R>>,
 }
 
 impl<R: Runtime> TeamHandle<R> {
@@ -38,7 +38,7 @@ impl<R: Runtime> TeamHandle<R> {
         let (call, stream, streams) = (job.call, job.stream, job.streams.clone());
         let layout = BufferLayout::of::<R>(server, job, self.team.ranks(), choice == Choice::Nccl)?;
         let word = self.team.ready_word(self.local);
-        let ready = lock(&self.ready_counter).signal::<R>(server, word, &streams, stream);
+        let ready = lock(&self.ready_counter).signal(server, word, &streams, stream);
         let rounds = self.team.rounds(self.local, call, choice, layout).into_iter();
         Ok(rounds.map(|(call, layout)| Prepared { call, loaded: loaded.clone(), timeout, ready, layout }).collect())
     }

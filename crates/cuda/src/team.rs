@@ -59,7 +59,7 @@ use self::launch::Controls;
 pub(crate) use self::registry::{fail, kernels_supported};
 use super::address::Word;
 use super::backoff::wait_idle;
-use super::choice::{Choice, Topology};
+use super::choice::{Choice, Topology, settings};
 use super::control::{ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, READY, RELEASED, Report};
 use super::driver::Gpu;
 use super::launches::{self, Launches};
@@ -67,7 +67,7 @@ use super::memory::{HostWords, Memory};
 use super::order::End;
 use super::reach::link;
 use super::remote::Remote;
-use super::runtime::{DeviceId, Runtime, Status};
+use super::runtime::{DeviceId, Look, Runtime, Status};
 use bonfire_core::error::Site;
 use bonfire_core::internal::{DeviceCalls, DeviceWait, lock};
 use bonfire_core::{Call, DType, Deadline, Error, Operation};
@@ -119,8 +119,8 @@ impl Team {
     /// Makes the failure check of this rank's device include its GPU's reports.
     pub fn register_check(self: &Arc<Self>, local: usize) {
         let team = Arc::downgrade(self);
-        let check_report = move || match team.upgrade() {
-            Some(team) => team.check_report(local),
+        let check_report = move |look| match team.upgrade() {
+            Some(team) => team.check_report(local, look),
             None => false,
         };
         self.local_ranks[local].status.add_check(Arc::new(check_report));
@@ -149,6 +149,7 @@ impl Team {
             link: link(&gpus),
             sharing: (0..team_gpus.len()).map(on).max().unwrap_or(1),
             multiprocessors: gpus.iter().map(|gpu| gpu.multiprocessors).min().unwrap_or(1),
+            share: settings()?.share,
         };
         let ranks = (0..devices.len()).collect();
         let backend = Backend::Kernels(topology, Controls::Own(controls));
@@ -318,13 +319,13 @@ impl Team {
 
     /// Turns a failure that the GPU reported for this rank, or a fault of a GPU that it waits for, into the team's
     /// failure. Returns whether to keep checking.
-    fn check_report(&self, local: usize) -> bool {
+    fn check_report(&self, local: usize, look: Look) -> bool {
         let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
         // Not under the lock: the driver may block while a stream is full, and the ranks that drain it need the lock.
         // A device with nothing in flight does not depend on the other GPUs.
         let is_idle = || matches!(self.team_gpu(local).stream.is_idle(), Ok(true));
         let fault = match self.failure() {
-            None if !is_idle() => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
+            None if look == Look::Faults && !is_idle() => self.gpu_fault(Operation::AllReduce, Duration::ZERO),
             _ => None,
         };
         let calls = lock(&self.calls);

@@ -8,7 +8,7 @@ import sys
 GPUS = int(os.environ.get("SHIM_GPUS", 1))
 
 cuda = ctypes.CDLL(os.path.join(sys.argv[1], "libcuda.so"))
-for count in [cuda.shimLaunches, cuda.shimDownloaded, cuda.shimUploaded]:
+for count in [cuda.shimLaunches, cuda.shimBlocks, cuda.shimCalls, cuda.shimDownloaded, cuda.shimUploaded]:
     count.restype = ctypes.c_uint64
 nvrtc = ctypes.CDLL(os.path.join(sys.argv[1], "libnvrtc.so"))
 nccl = ctypes.CDLL(os.path.join(sys.argv[1], "libnccl.so"))

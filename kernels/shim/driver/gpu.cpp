@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 
 #include "../device.hpp"
@@ -48,6 +49,11 @@ const Settings &settings() {
         return made;
     }();
     return *all;
+}
+
+Returned::Returned(CUresult code, const char *function) : code(code) {
+    std::lock_guard<std::mutex> guard(record().mutex);
+    ++record().calls[function];
 }
 
 void Completion::finish() {
@@ -144,3 +150,15 @@ Stream *find_stream(void *handle) {
 CUresult no_stream(void *handle) { return u64(handle) > 2 ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT; }
 
 }  // namespace driver
+
+// Writes the number of calls of each function of the driver so far, as lines of a name and a number, if there is room.
+// Returns the length of the text.
+EXPORTED u64 shimCalls(char *text, u64 room) {
+    std::string lines;
+    {
+        std::lock_guard<std::mutex> guard(driver::record().mutex);
+        for (auto &[name, calls] : driver::record().calls) lines += name + " " + std::to_string(calls) + "\n";
+    }
+    if (lines.size() < room) memcpy(text, lines.c_str(), lines.size() + 1);
+    return lines.size();
+}

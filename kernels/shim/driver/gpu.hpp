@@ -45,7 +45,7 @@
 
 // Numbers and names are those of the CUDA Driver API, which programs look up in the library.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-#define API EXPORTED CUresult
+#define API EXPORTED driver::Returned
 
 // The range of the streams' priorities. Smaller numbers come first.
 constexpr int LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5;
@@ -70,6 +70,15 @@ typedef int CUdevice;
 typedef u64 CUdeviceptr;
 
 namespace driver {
+
+// What a function of the driver returns: a code, in a register like any int. Made from one, it counts a call of the
+// function that returns it. A function that returns what another one does counts as that one.
+struct Returned {
+    CUresult code;
+    Returned(CUresult code, const char *function = __builtin_FUNCTION());
+    operator CUresult() const { return code; }
+};
+static_assert(sizeof(Returned) == sizeof(int) && std::is_trivially_copyable_v<Returned>);
 
 struct Settings {
     u32 gpus, queues;
@@ -230,9 +239,11 @@ struct Record {
     struct Kernel {
         u64 launches = 0;
         int least_priority = GREATEST_PRIORITY;  // of the streams that it was launched on
+        u64 blocks = 0;  // of the last launch
     };
     std::mutex mutex;
     std::map<std::string, Kernel> kernels;  // by name
+    std::map<std::string, u64> calls;  // of the driver's functions, by name
     u64 host_functions = 0;
     u64 downloaded = 0, uploaded = 0;  // bytes that copies moved from GPUs to the host, and to GPUs
 };

@@ -96,6 +96,8 @@ CUresult launch(Function &function, const driver::Shape &shape, void *stream, vo
     return driver::on_stream(stream, [&](driver::Stream &found) {
         const compiled::Index &grid = shape.grid, &block = shape.block;
         if (found.gpu != function.gpu) return CUDA_ERROR_INVALID_HANDLE;
+        // Stricter than a driver may be: the context of the stream must be current.
+        if (driver::current() != found.gpu) return CUDA_ERROR_INVALID_CONTEXT;
         bool empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
         if (empty || !given || shape.dynamic_shared > MOST_SHARED_MEMORY) return CUDA_ERROR_INVALID_VALUE;
         if (function.own && (grid.z != 1 || block.y != 1 || block.z != 1)) {
@@ -110,6 +112,7 @@ CUresult launch(Function &function, const driver::Shape &shape, void *stream, vo
             driver::Record::Kernel &kernel = driver::record().kernels[function.name];
             ++kernel.launches;
             kernel.least_priority = std::max(kernel.least_priority, found.priority);
+            kernel.blocks = u64(grid.x) * grid.y * grid.z;
         }
         if (faults(*gpu, function.name)) {
             gpu->submit(found, [gpu] { gpu->fault = CUDA_ERROR_ILLEGAL_ADDRESS; });
@@ -174,7 +177,9 @@ API cuFuncGetModule(void **module, void *handle) {
 API cuFuncSetCacheConfig(void *function, int) {
     return functions().find(function) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
-API cuFuncSetAttribute(void *function, int, int) { return cuFuncSetCacheConfig(function, 0); }
+API cuFuncSetAttribute(void *function, int, int) {
+    return functions().find(function) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
 
 API cuFuncGetAttribute(int *value, int attribute, void *function) {
     Function *found = functions().find(function);
@@ -203,6 +208,12 @@ API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, void *func
 EXPORTED u64 shimLaunches(const char *kernel) {
     std::lock_guard<std::mutex> guard(driver::record().mutex);
     return driver::record().kernels[kernel].launches;
+}
+
+// The blocks of its last launch, in all of its grid.
+EXPORTED u64 shimBlocks(const char *kernel) {
+    std::lock_guard<std::mutex> guard(driver::record().mutex);
+    return driver::record().kernels[kernel].blocks;
 }
 
 // From now on launches of this kernel do not run, and those of the kernel held before do. None has an empty name.

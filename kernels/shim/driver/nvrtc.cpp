@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <regex>
@@ -44,13 +45,13 @@ constexpr const char *FLAGS[] = {
     "-w", "-fmax-errors=20", "-fPIC", "-fvisibility=hidden", "-shared", "-include", "cuda_runtime.h", "-x", "c++",
 };
 
-// The folder of this library, which contains `include` and `compiled`.
+// The folder of this library, which contains `include` and `compiled`. A program may find the library by a link, such
+// as those of gpu-check.
 std::string folder() {
     Dl_info found{};
     dladdr(reinterpret_cast<void *>(&folder), &found);
-    std::string path = found.dli_fname ? found.dli_fname : "";
-    size_t end = path.rfind('/');
-    return end == std::string::npos ? "." : path.substr(0, end);
+    std::error_code missing;
+    return std::filesystem::canonical(found.dli_fname ? found.dli_fname : "", missing).parent_path();
 }
 
 // cubecl numbers temporary variables throughout a process. Here they are numbered throughout the program, so that its

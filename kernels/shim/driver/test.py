@@ -19,6 +19,7 @@ sys.dont_write_bytecode = True
 from api import (  # noqa: E402
     GPUS, OWN, POINTER, U64, call, compiled, cuda, function, got, got_after, launch, memory, nccl, read, word, words,
 )  # fmt: skip
+from counts import calls_are_counted, copies_are_counted  # noqa: E402
 from kernels import TREE, compiles_kernels  # noqa: E402
 
 MAX_RANKS = 8
@@ -304,16 +305,6 @@ def faults(gpus):
     all_reduces([sound], 3, 3)
 
 
-def copies_are_counted(gpu):
-    gpu.enter()
-    both = cuda.shimDownloaded, cuda.shimUploaded
-    before = [count() for count in both]
-    data = memory(bytes(24))
-    call("cuMemcpyDtoDAsync_v2", data, memory(bytes(8)), ctypes.c_size_t(8), gpu.tensors)
-    read(data, 20)
-    assert [count() - number for count, number in zip(both, before)] == [20, 32]
-
-
 def refuses(gpus):
     gpu = gpus[0]
     gpu.enter()
@@ -342,6 +333,7 @@ def refuses(gpus):
     assert name.value == b"CUDA_ERROR_NOT_SUPPORTED"
     call("cuCtxSetCurrent", None)
     call("cuMemAlloc_v2", ctypes.byref(U64()), ctypes.c_size_t(8), expected=201)
+    launch(gpu.await_done, (1, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=201)
 
 
 # Memory of other processes
@@ -426,6 +418,9 @@ for ranks_of_all in [2, 5]:
         one.enter()
         one.ready, one.done = memory(bytes(8)), memory(bytes(8))
 assert cuda.shimLaunches(b"two_shot_sum_f32") == 12 * GPUS
+# Two for each of the ranks on a GPU.
+assert cuda.shimBlocks(b"two_shot_sum_f32") == 2 * (5 // GPUS)
+calls_are_counted(all_gpus[0])
 is_asynchronous(all_gpus)
 shares_queues(all_gpus[0])
 loads_wait(all_gpus[0])

@@ -148,7 +148,7 @@ impl CollectiveServer<CudaRuntime> {
         limit: Duration,
     ) -> Result<Launch, Error> {
         self.drop_failed_calls();
-        if let Some(error) = self.status.failure() {
+        if let Some(error) = self.status.reported() {
             return Err(error);
         }
         let used: Vec<_> = job.sources.iter().chain(&job.targets).map(|(memory, _)| Span::of(memory)).collect();

@@ -75,8 +75,8 @@ unsafe impl bonfire_cuda::Runtime for Cubecl {
         address.map_err(|e| Error::io("finding a tensor's memory", e))
     }
 
-    /// cubecl orders the stream after all work on the streams of the tokens, because it has not waited for these since
-    /// the tokens were allocated.
+    /// cubecl orders the stream after all work on the other streams of the tokens, because it has not waited for these
+    /// since the tokens were allocated.
     fn launch(server: &mut Server, kernel: OrderKernel, tokens: Vec<Binding>, order: Order, stream: StreamId) {
         // All of it is a kernel parameter; nothing is copied to memory.
         let data = order.words().to_vec();
@@ -106,7 +106,7 @@ impl bonfire_cuda::Status for Status {
         self.fail(error);
     }
 
-    fn add_check(&self, check: Arc<dyn Fn() -> bool + Send + Sync>) {
+    fn add_check(&self, check: bonfire_cuda::Check) {
         self.add_check(check);
     }
 }

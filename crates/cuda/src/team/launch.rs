@@ -57,6 +57,8 @@ impl Team {
 
     /// Enqueues a call of all ranks on this GPU.
     pub(super) fn launch(&self, team_gpu: &TeamGpu, number: u64, calls: &[QueuedCall]) -> Result<(), Error> {
+        // Once for all that follows.
+        let _entered = team_gpu.gpu.enter()?;
         for (local, QueuedCall { ready, .. }) in team_gpu.local_ranks.iter().zip(calls) {
             team_gpu.stream.wait_for(self.ready_word(*local), ready.ready)?;
             // SAFETY: a layout has the sizes of its call and keeps its memory, and `submit` keeps the layout's memory

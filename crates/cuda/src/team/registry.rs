@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
 
 use super::{GroupTeam, Team};
-use crate::choice::{Mode, setting};
+use crate::choice::{Mode, settings};
 use crate::control::MAX_RANKS;
 use crate::driver::Gpu;
 use crate::reach::KERNELS_NEED;
@@ -29,7 +29,7 @@ static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLo
 
 /// Whether kernels can serve these devices: each must be able to access the memory of all others.
 pub(crate) fn kernels_supported(devices: &[DeviceId]) -> bool {
-    let host_only = setting().is_ok_and(|setting| setting.paths().all(|mode| mode == Mode::Host));
+    let host_only = settings().is_ok_and(|settings| settings.by_size.paths().all(|mode| mode == Mode::Host));
     if host_only || !(1..=MAX_RANKS).contains(&devices.len()) {
         return false;
     }

@@ -6,9 +6,9 @@
 //! done. Within a step the device's streams wait instead (`follow`), as after `sync_collective`, and the host waits at
 //! the end of the step, before anything lasts. In both cases an error is the group's, and devices stay usable.
 //!
-//! While it waits, the host polls the kernels' reports, NCCL's asynchronous error, the group's failures and, once the
-//! wait is long, the state of the streams: after a fault nothing on that GPU reports or ends, and its peers' kernels
-//! would wait until the deadline.
+//! While it waits, the host polls the kernels' reports, NCCL's asynchronous error, the group's failures and, seldom and
+//! once the wait is long, the state of the streams: after a fault nothing on that GPU reports or ends, and its peers'
+//! kernels would wait until the deadline.
 
 use std::fmt::Display;
 use std::sync::atomic::Ordering;
@@ -43,7 +43,7 @@ impl Team {
         loop {
             // In this order, because a stream continues after a failed call.
             let done = self.done_at(self.local_ranks[local].team_gpu) >= number;
-            let query = !done && backoff.is_long();
+            let query = !done && backoff.asks_driver();
             let outcome = match self.check_failure(local, number, site, deadline, query) {
                 Ok(()) if done && self.valid_up_to() >= number => {
                     self.release_done();

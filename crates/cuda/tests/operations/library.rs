@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use bonfire_core::Error;
-use bonfire_cuda::{Address, DeviceId, Engine, Order, OrderKernel, Runtime, Status};
+use bonfire_cuda::{Address, Check, DeviceId, Engine, Look, Order, OrderKernel, Runtime, Status};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use cudarc::driver::{DriverError, result};
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
@@ -57,8 +57,6 @@ struct DeviceStatus {
     checks: Mutex<Vec<Check>>,
 }
 
-type Check = Arc<dyn Fn() -> bool + Send + Sync>;
-
 static DEVICES: LazyLock<Mutex<HashMap<DeviceId, Arc<DeviceStatus>>>> = LazyLock::new(Mutex::default);
 
 impl Status for DeviceStatus {
@@ -68,7 +66,7 @@ impl Status for DeviceStatus {
 
     fn failure(&self) -> Option<Error> {
         let checks = self.checks.lock().unwrap().clone();
-        let ended: Vec<Check> = checks.into_iter().filter(|check| !check()).collect();
+        let ended: Vec<Check> = checks.into_iter().filter(|check| !check(Look::Faults)).collect();
         self.checks.lock().unwrap().retain(|check| !ended.iter().any(|ended| Arc::ptr_eq(check, ended)));
         self.failure.lock().unwrap().clone()
     }

@@ -3,7 +3,8 @@
 use super::super::source::Launched;
 
 /// Bonfire's variables that describe neither the rank nor its group: for the program and its launcher.
-const OTHERS: [&str; 4] = ["BONFIRE_SECRET", "BONFIRE_SECRET_FILE", "BONFIRE_CUDA", "BONFIRE_LAUNCHER"];
+const OTHERS: [&str; 5] =
+    ["BONFIRE_SECRET", "BONFIRE_SECRET_FILE", "BONFIRE_CUDA", "BONFIRE_CUDA_MULTIPROCESSORS", "BONFIRE_LAUNCHER"];
 
 /// The most letters that differ between a name and what it was most likely meant to be.
 const CLOSE: usize = 2;
