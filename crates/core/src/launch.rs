@@ -99,7 +99,8 @@ const GRACE: Duration = Duration::from_secs(10);
 /// # Errors
 /// [`Failed`] with the first error that `body` returned; what other ranks return as a consequence is dropped. Without a
 /// rank if the ranks could not be started: [`Error::Config`] and the other errors of [`Group::from_env`], or
-/// [`Error::InvalidArgument`] if `threads` is 0 and there is no launcher.
+/// [`Error::InvalidArgument`] if `threads` is 0 and there is no launcher. On systems other than Unix all ranks are
+/// threads, and a launcher or a transport by name is [`Error::Config`].
 ///
 /// # Panics
 /// If `body` panicked on a rank before any rank failed. The message of the panic names the thread, `rank 2`, and a
@@ -131,7 +132,25 @@ fn ranks(threads: usize) -> Result<Vec<Group>, Error> {
 
 #[cfg(not(unix))]
 fn ranks(threads: usize) -> Result<Vec<Group>, Error> {
+    refuse_processes(|variable| std::env::var(variable).ok())?;
     Builder::default().threads(threads)
+}
+
+/// Fails where variables ask for ranks as processes: each process would train alone, as all ranks.
+#[cfg(not(unix))]
+fn refuse_processes(read: impl Fn(&str) -> Option<String>) -> Result<(), Error> {
+    let own = ["BONFIRE_RANK", "BONFIRE_WORLD_SIZE", "BONFIRE_ADDRESS", "BONFIRE_TRANSPORT"];
+    // Those of torchrun, and of MPI's launchers.
+    for variable in own.into_iter().chain(["TORCHELASTIC_RUN_ID", "PMI_RANK"]) {
+        let text = read(variable).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+        if let Some(text) = text.filter(|text| variable != "BONFIRE_TRANSPORT" || text != "auto") {
+            return Err(Error::Config(format!(
+                "{variable} is '{text}', which asks for ranks as processes, and on this system all ranks are threads \
+                 of one process: unset it, and start the program once and without a launcher"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// As [`launch`], with ranks that exist already, such as those of [`Group::threads`] or
@@ -280,6 +299,28 @@ mod tests {
         let alone = Group::threads(2).unwrap().remove(1);
         assert_eq!(run(vec![alone], |_| Ok::<_, Error>(is_first_rank())).unwrap(), [false]);
         assert!(is_first_rank());
+    }
+
+    #[cfg(windows)]
+    #[test]
+    fn variables_that_ask_for_processes_are_refused_where_all_ranks_are_threads() {
+        let with = |name: &'static str, text: &'static str| {
+            refuse_processes(move |variable| (variable == name).then(|| text.to_owned()))
+        };
+        for (name, text) in [("BONFIRE_RANK", "1"), ("BONFIRE_TRANSPORT", "shm"), ("TORCHELASTIC_RUN_ID", "x")] {
+            let error = with(name, text).unwrap_err();
+            assert!(matches!(&error, Error::Config(reason) if reason.contains("start the program once")), "{error}");
+            assert!(error.to_string().contains(&format!("{name} is '{text}'")), "{error}");
+        }
+        for (name, text) in [("BONFIRE_RANK", " "), ("BONFIRE_TRANSPORT", "auto"), ("BONFIRE_DEADLINE", "60")] {
+            assert_eq!(with(name, text), Ok(()));
+        }
+        // SAFETY: on Windows other threads may use the environment meanwhile. No other test calls `launch`.
+        unsafe { std::env::set_var("BONFIRE_RANK", "1") };
+        let failed = launch(2, |_| Ok::<_, Error>(()));
+        // SAFETY: as above.
+        unsafe { std::env::remove_var("BONFIRE_RANK") };
+        assert_eq!(failed.unwrap_err().rank, None);
     }
 
     #[test]

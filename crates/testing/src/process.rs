@@ -2,6 +2,7 @@
 //!
 //! In the child the test's body finds that [`is_child`] is true and reports to the parent with [`send_line`].
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -48,7 +49,15 @@ impl Process {
     /// As [`start`](Process::start), through a command that becomes the child, such as one that enters a namespace.
     pub fn start_by(command: &[String], name: &str, variables: &[(&str, String)]) -> Process {
         let own = std::env::current_exe().expect("the test's own binary");
-        let mut words = command.iter().map(Into::into).chain([own.into_os_string()]);
+        Process::spawn(command.iter().map(Into::into).chain([own.into_os_string()]), name, variables)
+    }
+
+    /// As [`start`](Process::start), from another program with the same tests: its command line.
+    pub fn start_program(program: &[String], name: &str, variables: &[(&str, String)]) -> Process {
+        Process::spawn(program.iter().map(Into::into), name, variables)
+    }
+
+    fn spawn(mut words: impl Iterator<Item = OsString>, name: &str, variables: &[(&str, String)]) -> Process {
         let mut command = Command::new(words.next().expect("there is at least the binary"));
         command
             .args(words)

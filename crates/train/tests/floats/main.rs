@@ -2,6 +2,8 @@
 
 mod adapter;
 mod forms;
+#[cfg(unix)]
+mod pair;
 #[cfg(target_os = "linux")]
 mod stop;
 
