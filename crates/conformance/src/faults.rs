@@ -8,8 +8,8 @@ use std::time::Duration;
 use bonfire_core::error::Site;
 use bonfire_core::{Builder, Deadline, Error, Fault, Group, Transport};
 
-/// Time limit for every operation, so that tests end.
-const DEADLINE: Duration = Duration::from_secs(60);
+/// Time limit for every operation in a test, so that tests end.
+pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// How many messages a rank has begun to send and to receive.
 #[derive(Debug, Default)]

@@ -63,7 +63,7 @@ use bonfire_core::{Algorithm, Builder, Group, Transport};
 use half::f16;
 
 pub use self::lost_messages::{Losses, every_lost_message};
-pub use self::operations::{check, check_all_types, lengths};
+pub use self::operations::{check, check_all_types, check_negative, lengths};
 pub use self::variable_size::{check as check_variable_sizes, check_batch, check_sizes};
 
 /// Runs every operation on a group: in every form, on all element types, with lengths around the number of ranks and of
@@ -76,6 +76,7 @@ pub fn check_group(group: &Group) {
     check::<f32>(group, 200_003);
     check_variable_sizes::<f32>(group, 100_003);
     check::<f16>(group, 300_001);
+    check_negative(group);
     [0, 3, 1000].into_iter().for_each(|len| check_batch(group, len));
 }
 
@@ -92,7 +93,11 @@ pub fn every_operation<T: Transport + 'static>(connect: impl Fn(usize) -> Vec<T>
                 connect(n),
                 |builder: Builder| builder.algorithms(algorithm),
                 |_| faults::Faults::default(),
-                move |group| check_all_types(&group, &[0, 1, 5, 1000]),
+                |group| {
+                    check_all_types(&group, &[0, 1, 5, 6, 1000]);
+                    check::<f32>(&group, 100_000);
+                    check_negative(&group);
+                },
             );
         }
     }

@@ -61,9 +61,9 @@ enum Side {
 #[derive(Clone, Copy, Debug)]
 pub struct Losses {
     /// The transport tells peers that a rank has failed ([`Transport::fail`]), so that all ranks return its error.
-    /// Otherwise, or if this is false, they return that a rank has left or is lost. True by default.
+    /// If this is false it tells nothing, and they return that a rank has left. True by default.
     pub told: bool,
-    /// Also tries every algorithm, which takes minutes. False by default.
+    /// Also tries every algorithm. False by default.
     pub every_algorithm: bool,
     /// Seed of a generator that delays some messages by some microseconds. None by default.
     pub delays: Option<u64>,
@@ -135,16 +135,23 @@ impl<E: Transport + 'static, C: Fn(usize) -> Vec<E>> Case<'_, C> {
                 assert_eq!(error, cause, "{label}: rank {rank} has a different cause");
             } else {
                 // It learns only that a failed rank has left.
-                let left = matches!(&error, Error::Left { rank: gone, .. } | Error::PeerLost { peer: gone, .. }
-                    if *gone != rank);
+                let left = matches!(&error, Error::Left { rank: left, .. } if *left != rank);
                 assert!(left, "{label}: rank {rank} got {error:?}");
             }
             assert!(calls.is_ok() || barrier == Err(error), "{label}: later calls return the first cause");
         }
     }
 
+    /// The culprit sends nothing, also in a barrier after the calls: no rank succeeds.
+    fn sends_nothing(&self, culprit: usize) {
+        let faults = |rank| Faults { fail_at: (rank == culprit).then_some(0), ..Faults::default() };
+        let results = self.run(faults, |group, calls| calls.and_then(|()| group.barrier()));
+        assert!(results.iter().all(Result::is_err), "{}, rank {culprit} sends nothing: {results:?}", self.name);
+    }
+
     fn every_message_fails(&self) {
         for (culprit, sides) in self.messages().into_iter().enumerate() {
+            self.sends_nothing(culprit);
             for (side, messages) in sides {
                 assert_eq!(messages % CALLS, 0, "{}: {messages} messages in {CALLS} equal calls", self.name);
                 (0..messages).for_each(|k| self.fails_at(culprit, side, k));

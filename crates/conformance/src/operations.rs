@@ -95,6 +95,19 @@ pub fn check<T: Sample>(group: &Group, len: usize) {
     group.barrier().unwrap();
 }
 
+/// Checks the mean and the sum of negative numbers: those of the other checks are positive.
+///
+/// # Panics
+/// If a result is wrong, or an operation fails.
+pub fn check_negative(group: &Group) {
+    let n = group.world_size() as i8;
+    let mut data = [-3i8; 5];
+    group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
+    assert_eq!(data, [-3; 5]);
+    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    assert_eq!(data, [-3 * n; 5]);
+}
+
 /// Returns lengths around those at which the parts of `n` ranks change.
 pub fn lengths(n: usize) -> Vec<usize> {
     let mut lengths = vec![0, 1, n - 1, n, n + 1, 5, 6, 7, 11, 1000];
