@@ -33,8 +33,8 @@ const OPERATIONS: [(&str, u64); 4] = [
     ("step of DataParallel, digits", 1020),
 ];
 
-fn since(before: &Calls) -> Calls {
-    let mut calls = SoftwareDriver::loaded().calls();
+/// Returns the calls that were made since `before`.
+fn since(before: &Calls, mut calls: Calls) -> Calls {
     calls.iter_mut().for_each(|(name, calls)| *calls -= before.get(name).copied().unwrap_or(0));
     calls
 }
@@ -60,7 +60,7 @@ fn of_clients(first: u8, sync_each: bool) -> Calls {
         let before = driver.calls();
         barrier.wait();
         reduce(CALLS);
-        (rank == 0).then(|| since(&before))
+        (rank == 0).then(|| since(&before, driver.calls()))
     });
     counted.into_iter().flatten().next().unwrap()
 }
@@ -80,7 +80,7 @@ fn of_group(first: u8) -> Calls {
         let before = SoftwareDriver::loaded().calls();
         group.barrier().unwrap();
         reduce(CALLS);
-        since(&before)
+        since(&before, SoftwareDriver::loaded().calls())
     });
     counted.into_iter().next().unwrap()
 }
@@ -90,9 +90,8 @@ fn of_steps(first: u8) -> Calls {
     let counted = run_ranks(Kind::Threads, RANKS.into(), move |group| {
         let mut seen = Vec::new();
         digits(&group, &device(first, group.rank()), false, || seen.push(SoftwareDriver::loaded().calls()));
-        let mut calls = seen.pop().unwrap();
-        calls.iter_mut().for_each(|(name, calls)| *calls -= seen[0].get(name).copied().unwrap_or(0));
-        calls
+        let last = seen.pop().unwrap();
+        since(&seen[0], last)
     });
     counted.into_iter().next().unwrap()
 }

@@ -12,7 +12,7 @@ pub mod syscalls;
 pub mod transport;
 pub mod wire;
 
-pub use bonfire_conformance::oracle;
+pub use bonfire_conformance::{faults::DEADLINE, oracle};
 
 use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -46,9 +46,6 @@ impl Kind {
         if matches!(self, Kind::Shm | Kind::Hosts(_)) { &[] } else { Algorithm::ALL }
     }
 }
-
-/// Time limit for every operation in a test, so that tests end.
-pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Runs `f` on `n` ranks, each on a thread of its own, and returns the results by rank.
 pub fn run_ranks<T: Send + 'static>(kind: Kind, n: usize, f: impl Fn(Group) -> T + Clone + Send + 'static) -> Vec<T> {
