@@ -28,7 +28,7 @@ models! {
     }
 }
 
-const STEPS: usize = 20;
+const STEPS: usize = 10;
 
 /// The numbers of a rank's samples in a step. All ranks together always have the same 12.
 pub fn samples(rank: usize, ranks: usize, step: usize) -> Range<usize> {

@@ -15,7 +15,6 @@ pub(crate) use self::primitives::*;
 #[cfg(unix)]
 pub use self::runtime::OwnRuntime;
 pub use self::wait::Deadline;
-pub(crate) use self::wait::warn_of_wait;
 pub use self::wait::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
 #[cfg(unix)]
-pub(crate) use self::wait::{DEADLINE_VARIABLE, from_env, seconds_from_env, yield_now};
+pub(crate) use self::wait::{DEADLINE_VARIABLE, from_env, seconds_from_env, warn_of_wait, yield_now};

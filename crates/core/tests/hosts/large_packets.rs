@@ -2,6 +2,7 @@
 //! between, which drops packets above its MTU, and does not say so.
 
 use std::fs::File;
+use std::thread;
 
 use bonfire_core::{Builder, Error, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, send_line};
@@ -34,10 +35,10 @@ struct Routed {
 }
 
 impl Routed {
-    fn new() -> Routed {
+    fn new(what: &str) -> Routed {
         let gate = NamedTempFile::new().expect("a file");
         gate.as_file().lock().expect("one's own file");
-        let routed = Routed { name: format!("bonfire-routed-{}", std::process::id()), gate };
+        let routed = Routed { name: format!("bonfire-{what}-{}", std::process::id()), gate };
         let router = routed.namespace("r");
         ip(&format!("netns add {router}"));
         for h in [0, 1] {
@@ -135,14 +136,28 @@ fn a_network_that_loses_large_packets_is_named_and_small_packets_pass() {
     if is_child() {
         return report(&operate());
     }
-    let routed = Routed::new();
-    let large = &["small packets pass, and those of 1500 bytes, the MTU of far, are lost", "BONFIRE_IFACE"];
-    for (number, loses) in [Loses::Both, Loses::ToZero, Loses::ToOne].into_iter().enumerate() {
-        routed.lose(loses);
-        fails(&routed.ranks(20_000 + number as u16, DEADLINE), &format!("{loses:?}"), large);
-    }
-    // The deadline may come first.
-    fails(&routed.ranks(20_010, SHORT_DEADLINE), "short deadline", large);
+    // A network each: what is waited for takes 10 s and more.
+    thread::scope(|scope| {
+        let large = ["small packets pass, and those of 1500 bytes, the MTU of far, are lost", "BONFIRE_IFACE"];
+        for loses in [Loses::Both, Loses::ToZero, Loses::ToOne] {
+            scope.spawn(move || {
+                let routed = Routed::new(&format!("{loses:?}"));
+                routed.lose(loses);
+                fails(&routed.ranks(20_000, DEADLINE), &format!("{loses:?}"), &large);
+            });
+        }
+        // The deadline may come first.
+        scope.spawn(move || {
+            let routed = Routed::new("short");
+            routed.lose(Loses::Both);
+            fails(&routed.ranks(20_000, SHORT_DEADLINE), "short deadline", &large);
+        });
+        scope.spawn(small_packets_pass);
+    });
+}
+
+fn small_packets_pass() {
+    let routed = Routed::new("pass");
     let connected = |ranks: &[Process; 2]| ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "connected"));
     let succeed = |port| {
         let ranks = routed.ranks(port, DEADLINE);
@@ -152,13 +167,14 @@ fn a_network_that_loses_large_packets_is_named_and_small_packets_pass() {
         routed.gate.as_file().lock().expect("one's own file");
     };
     // What the error advises.
+    routed.lose(Loses::Both);
     routed.set_mtu(1400);
-    succeed(20_020);
+    succeed(20_000);
     routed.set_mtu(1500);
     routed.lose(Loses::Nothing);
-    succeed(20_030);
+    succeed(20_001);
     // The way changes when all are connected.
-    let ranks = routed.ranks(20_040, SHORT_DEADLINE);
+    let ranks = routed.ranks(20_002, SHORT_DEADLINE);
     connected(&ranks);
     routed.lose(Loses::Both);
     routed.gate.as_file().unlock().expect("one's own file");
