@@ -131,5 +131,8 @@ mod tests {
         // 100 us and 100 GB/s.
         let fast = limits(Speed { latency: 1e-4, bandwidth: 1e11 }, 1 << 30, true);
         assert_eq!((fast.next, fast.alone), (32 << 20, 32 << 20));
+        // A tensor as large as a bucket shares none, whatever packing would save.
+        let small = limits(Speed { latency: 1e-3, bandwidth: 1e6 }, 1 << 20, false);
+        assert_eq!((small.next, small.alone), (64 << 10, 64 << 10));
     }
 }
