@@ -10,9 +10,6 @@
 //! Processes that `bonfire run` or another launcher started use Bonfire's strategy, with `--devices` devices in each,
 //! of which every one is a rank.
 
-#[cfg(feature = "cuda")]
-#[path = "digits/cuda.rs"]
-mod cuda;
 #[path = "burn_train/data.rs"]
 mod data;
 #[path = "digits/data.rs"]
@@ -107,7 +104,9 @@ fn run(args: &Args) -> Result<(), Failure> {
         }
         #[cfg(feature = "cuda")]
         Backend::Cuda => {
-            let first = cuda::local_rank() * usize::from(args.devices);
+            // The number of this process on its host, of which `bonfire run` and torchrun tell.
+            let process = std::env::var("LOCAL_RANK").ok().and_then(|number| number.parse().ok()).unwrap_or(0usize);
+            let first = process * usize::from(args.devices);
             let devices =
                 (first..).take(args.devices.into()).map(bonfire::CudaDevice::of_rank).collect::<Result<_, _>>()?;
             train::<Autodiff<bonfire::Cuda>>(args, devices)

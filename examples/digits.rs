@@ -12,9 +12,6 @@ mod backend;
 mod checkpoint;
 #[path = "digits/command.rs"]
 mod command;
-#[cfg(feature = "cuda")]
-#[path = "digits/cuda.rs"]
-mod cuda;
 #[path = "digits/data.rs"]
 mod data;
 #[path = "digits/job.rs"]
@@ -66,7 +63,7 @@ fn train(
         Backend::Wgpu => Err("this program was built without wgpu: build it with `--features wgpu`".into()),
         #[cfg(feature = "cuda")]
         Backend::Cuda => {
-            let device = bonfire::CudaDevice::of_rank(cuda::local_rank() + usize::from(number))?;
+            let device = bonfire::CudaDevice::of_rank(group.by_host()?.rank())?;
             job.run::<Autodiff<bonfire::Cuda>>(group, device)
         }
         #[cfg(not(feature = "cuda"))]
