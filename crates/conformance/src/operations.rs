@@ -95,17 +95,36 @@ pub fn check<T: Sample>(group: &Group, len: usize) {
     group.barrier().unwrap();
 }
 
-/// Checks the mean and the sum of negative numbers: those of the other checks are positive.
+/// Checks reductions of negative numbers in each signed type: those of the other checks are positive, which an unsigned
+/// reduction would get right too.
 ///
 /// # Panics
 /// If a result is wrong, or an operation fails.
 pub fn check_negative(group: &Group) {
-    let n = group.world_size() as i8;
-    let mut data = [-3i8; 5];
-    group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
-    assert_eq!(data, [-3; 5]);
-    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
-    assert_eq!(data, [-3 * n; 5]);
+    negative::<i8>(group);
+    negative::<i16>(group);
+    negative::<i32>(group);
+    negative::<i64>(group);
+    negative::<f16>(group);
+    negative::<bf16>(group);
+    negative::<f32>(group);
+    negative::<f64>(group);
+}
+
+/// Rank `r` has `r - 1`: numbers of both signs, which an unsigned type orders otherwise. In `Mean` all have -3, so that
+/// it is exact.
+fn negative<T: Sample>(group: &Group) {
+    let (rank, n) = (group.rank() as i128, group.world_size() as i128);
+    for (op, own, want) in [
+        (ReduceOp::Sum, rank - 1, n * (n - 3) / 2),
+        (ReduceOp::Max, rank - 1, n - 2),
+        (ReduceOp::Min, rank - 1, -1),
+        (ReduceOp::Mean, -3, -3),
+    ] {
+        let mut data = [T::of(own); 5];
+        group.all_reduce(&mut data, op).unwrap();
+        assert_eq!(data, [T::of(want); 5], "{op:?} of negative {} on rank {rank}", T::DTYPE);
+    }
 }
 
 /// Returns lengths around those at which the parts of `n` ranks change.
