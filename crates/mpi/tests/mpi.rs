@@ -190,6 +190,18 @@ fn a_rank_that_leaves_too_early_is_named() {
 }
 
 #[test]
+fn a_message_from_a_rank_that_leaves_is_not_waited_for() {
+    on_ranks("a_message_from_a_rank_that_leaves_is_not_waited_for", &[2], &BOTH, |builder| {
+        let group = builder.connect().unwrap();
+        if group.rank() == 1 {
+            return;
+        }
+        let outcome = group.recv(&mut [0u8; 8], 1);
+        assert!(matches!(outcome, Err(Error::Left { rank: 1, .. })), "{outcome:?}");
+    });
+}
+
+#[test]
 fn a_thread_that_panics_is_lost() {
     on_ranks("a_thread_that_panics_is_lost", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
