@@ -138,20 +138,21 @@ fn a_network_that_loses_large_packets_is_named_and_small_packets_pass() {
     }
     // A network each: what is waited for takes 10 s and more.
     thread::scope(|scope| {
-        let large = ["small packets pass, and those of 1500 bytes, the MTU of far, are lost", "BONFIRE_IFACE"];
-        for loses in [Loses::Both, Loses::ToZero, Loses::ToOne] {
+        for (loses, deadline) in [
+            (Loses::Both, DEADLINE),
+            (Loses::ToZero, DEADLINE),
+            (Loses::ToOne, DEADLINE),
+            // The deadline may come first.
+            (Loses::Both, SHORT_DEADLINE),
+        ] {
             scope.spawn(move || {
-                let routed = Routed::new(&format!("{loses:?}"));
+                let what = format!("{loses:?}-{deadline}");
+                let routed = Routed::new(&what);
                 routed.lose(loses);
-                fails(&routed.ranks(20_000, DEADLINE), &format!("{loses:?}"), &large);
+                let words = ["small packets pass, and those of 1500 bytes, the MTU of far, are lost", "BONFIRE_IFACE"];
+                fails(&routed.ranks(20_000, deadline), &what, &words);
             });
         }
-        // The deadline may come first.
-        scope.spawn(move || {
-            let routed = Routed::new("short");
-            routed.lose(Loses::Both);
-            fails(&routed.ranks(20_000, SHORT_DEADLINE), "short deadline", &large);
-        });
         scope.spawn(small_packets_pass);
     });
 }
