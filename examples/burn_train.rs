@@ -99,17 +99,11 @@ fn run(args: &Args) -> Result<(), Failure> {
     match args.backend {
         #[cfg(feature = "wgpu")]
         Backend::Wgpu => {
-            let device = |replica| bonfire::WgpuDevice::new(Default::default(), replica);
-            train::<Autodiff<bonfire::Wgpu>>(args, (0..args.devices).map(device).collect())
+            train::<Autodiff<bonfire::Wgpu>>(args, |number| Ok(bonfire::WgpuDevice::new(Default::default(), number)))
         }
         #[cfg(feature = "cuda")]
         Backend::Cuda => {
-            // The number of this process on its host, of which `bonfire run` and torchrun tell.
-            let process = std::env::var("LOCAL_RANK").ok().and_then(|number| number.parse().ok()).unwrap_or(0usize);
-            let first = process * usize::from(args.devices);
-            let devices =
-                (first..).take(args.devices.into()).map(bonfire::CudaDevice::of_rank).collect::<Result<_, _>>()?;
-            train::<Autodiff<bonfire::Cuda>>(args, devices)
+            train::<Autodiff<bonfire::Cuda>>(args, |number| Ok(bonfire::CudaDevice::of_rank(number.into())?))
         }
         #[allow(unreachable_patterns, reason = "a program may have both backends")]
         backend => {
@@ -119,16 +113,23 @@ fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+/// `device` returns the device of a rank by the rank's number on its host.
 #[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), allow(dead_code))]
-fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::Device>) -> Result<(), Failure> {
+fn train<B: AutodiffBackend + DistributedBackend>(
+    args: &Args,
+    device: impl Fn(u8) -> Result<B::Device, Failure> + Sync,
+) -> Result<(), Failure> {
     let builder = Builder::from_env()?;
     if builder.launched().is_none() {
-        return train_with_burn::<B>(args, devices);
+        return train_with_burn::<B>(args, (0..args.devices).map(device).collect::<Result<_, _>>()?);
     }
-    let ranks = builder.connect_ranks(devices.len())?.into_iter().zip(devices);
+    let rank = |group: Group| {
+        let number = group.by_host()?.rank().try_into()?;
+        train_rank::<B>(args, group, &device(number)?)
+    };
+    let groups = builder.connect_ranks(args.devices.into())?;
     thread::scope(|scope| {
-        let threads: Vec<_> =
-            ranks.map(|(group, device)| scope.spawn(move || train_rank::<B>(args, group, &device))).collect();
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
     })
 }

@@ -20,8 +20,7 @@ pub struct Rank(ComputeClient<Collective>);
 impl Rank {
     /// Takes the device of this rank's number on its host.
     pub fn new(group: &Group) -> Result<Rank, RankError> {
-        let local = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok());
-        let device = CudaDevice::of_rank(local.unwrap_or(group.rank()))?;
+        let device = CudaDevice::of_rank(group.by_host()?.rank())?;
         Ok(Rank(Collective::client(&device)))
     }
 }
