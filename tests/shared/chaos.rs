@@ -1,7 +1,8 @@
 //! Ranks of a training are killed at random moments of each phase. The remaining ranks end with the parameters that a
 //! replay of the steps gives, bit for bit; the checkpoint is whole at any time; and nothing hangs or leaks.
 //!
-//! `BONFIRE_CHAOS_SEED` repeats a run, as far as moments can be repeated.
+//! `BONFIRE_CHAOS` is the minimum number of ranks that are killed (default: 40), and `BONFIRE_CHAOS_SEED` repeats a run,
+//! as far as moments can be repeated.
 
 mod model;
 mod rank;
@@ -57,20 +58,11 @@ fn killed_ranks_change_nothing_for_the_others() {
     if is_child() {
         return rank::main();
     }
-    chaos(40);
-}
-
-#[test]
-#[ignore = "takes minutes"]
-fn many_killed_ranks_change_nothing_for_the_others() {
-    chaos(500);
-}
-
-/// Runs trainings until at least `faults` ranks were killed.
-fn chaos(faults: usize) {
+    let number = |variable| env::var(variable).ok().map(|text| text.parse::<u64>().expect("a whole number"));
     let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let seed = env::var("BONFIRE_CHAOS_SEED").map_or_else(|_| now(), |text| text.parse().expect("a whole number"));
-    println!("BONFIRE_CHAOS_SEED={seed}");
+    let faults = number("BONFIRE_CHAOS").unwrap_or(40) as usize;
+    let seed = number("BONFIRE_CHAOS_SEED").unwrap_or_else(now);
+    println!("BONFIRE_CHAOS={faults} BONFIRE_CHAOS_SEED={seed}");
     let (shared, sum) = (shared_files(), Mutex::new(Totals::default()));
     // Of the most cases, those run that are needed.
     let numbers: Vec<u64> = (0..faults as u64).collect();
