@@ -1,8 +1,8 @@
 //! Ranks of a training are killed at random moments of each phase. The remaining ranks end with the parameters that a
 //! replay of the steps gives, bit for bit; the checkpoint is whole at any time; and nothing hangs or leaks.
 //!
-//! `BONFIRE_CHAOS` is the minimum number of ranks that are killed (default: 40), and `BONFIRE_CHAOS_SEED` repeats a run,
-//! as far as moments can be repeated.
+//! `BONFIRE_CHAOS` is the minimum number of ranks that are killed (default: 40). `BONFIRE_CHAOS_SEED` repeats a run, as
+//! far as moments can be repeated.
 
 mod model;
 mod rank;
