@@ -1,13 +1,14 @@
 //! What settings change: operations on tensors by each path, and computation beside all-reduces. A process has one
 //! setting, so each is measured by a process of its own.
 
+use std::ops::Range;
 use std::process::Command;
 use std::time::Instant;
 
 use bonfire::tensor::operation;
 use bonfire::{Cuda, CudaDevice, Error, Group};
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Distribution, Tensor};
+use burn::tensor::{DType, Tensor, TensorData};
 use clap::ValueEnum;
 
 use crate::Failure;
@@ -144,21 +145,40 @@ fn seconds(
     Ok(clock.elapsed().as_secs_f64() / calls as f64)
 }
 
+/// Some of the elements of a rank, which differ from those of the others.
+fn elements(rank: usize, range: Range<usize>) -> impl Iterator<Item = f32> {
+    range.map(move |i| ((31 * i + rank) % 1009) as f32)
+}
+
+fn tensor(elements: impl Iterator<Item = f32>, device: &CudaDevice) -> Tensor<B, 1> {
+    let elements: Vec<f32> = elements.collect();
+    let count = elements.len();
+    Tensor::from_data(TensorData::new(elements, [count]), device)
+}
+
+/// It is an error if the result of a call has other elements.
+fn check(result: Tensor<B, 1>, expected: impl Iterator<Item = f32>) -> Result<(), Failure> {
+    let bytes = 4 * result.dims()[0];
+    if result.into_data().iter::<f32>().eq(expected) { Ok(()) } else { Err(format!("{bytes} bytes are wrong").into()) }
+}
+
 /// Returns the seconds of a message, of a rank that sends one and gets it back.
 fn message(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
-    let (device, other) = (device(group), 1 - group.rank());
-    let tensor = Tensor::<B, 1>::random([bytes / 4], Distribution::Default, &device);
+    let (device, other, sent) = (device(group), 1 - group.rank(), || elements(0, 0..bytes / 4));
+    let tensor = tensor(sent(), &device);
     let there_and_back = || {
         if group.rank() == 0 {
             operation::send(tensor.clone(), other, group)?;
         }
         let received: Tensor<B, 1> = operation::recv(tensor.dims(), other, (&device, DType::F32), group)?;
         if group.rank() == 1 {
-            operation::send(received, other, group)?;
+            operation::send(received.clone(), other, group)?;
         }
-        Ok(())
+        Ok(received)
     };
-    Ok(seconds(group, &device, calls_of(bytes, calls), there_and_back)? / 2.0)
+    let seconds = seconds(group, &device, calls_of(bytes, calls), || there_and_back().map(drop))? / 2.0;
+    check(there_and_back()?, sent())?;
+    Ok(seconds)
 }
 
 /// Returns the seconds of each operation, in the order of `unequal_names`.
@@ -168,18 +188,23 @@ fn unequal_parts(extent: Extent) -> Result<Vec<f64>, Failure> {
         for longest in LONGEST {
             let (sizes, calls) = (sizes(whole / 4, longest), calls_of(whole, extent.calls));
             all.push(slowest(Group::threads(RANKS)?, |group| {
-                let device = device(&group);
-                let part = Tensor::<B, 1>::random([sizes[group.rank()]], Distribution::Default, &device);
-                let gather = || operation::all_gather_v(part.clone(), 0, Some(&sizes), &group).map(drop);
-                seconds(&group, &device, calls, gather)
+                let (device, own) = (device(&group), sizes[group.rank()]);
+                let part = tensor(elements(group.rank(), 0..own), &device);
+                let gather = || operation::all_gather_v(part.clone(), 0, Some(&sizes), &group);
+                let seconds = seconds(&group, &device, calls, || gather().map(drop))?;
+                check(gather()?, (0..RANKS).flat_map(|rank| elements(rank, 0..sizes[rank])))?;
+                Ok(seconds)
             })?);
             all.push(slowest(Group::threads(RANKS)?, |group| {
-                let device = device(&group);
-                let parts = Tensor::<B, 1>::random([sizes.iter().sum::<usize>()], Distribution::Default, &device);
+                let (device, own) = (device(&group), sizes[group.rank()]);
+                let parts = tensor(elements(group.rank(), 0..sizes.iter().sum()), &device);
                 // Every rank sends most to the first one.
-                let received = [sizes[group.rank()]; RANKS];
-                let exchange = || operation::all_to_all_v(parts.clone(), 0, &sizes, Some(&received), &group).map(drop);
-                seconds(&group, &device, calls, exchange)
+                let received = [own; RANKS];
+                let exchange = || operation::all_to_all_v(parts.clone(), 0, &sizes, Some(&received), &group);
+                let seconds = seconds(&group, &device, calls, || exchange().map(drop))?;
+                let start = sizes[..group.rank()].iter().sum();
+                check(exchange()?, (0..RANKS).flat_map(|rank| elements(rank, start..start + own)))?;
+                Ok(seconds)
             })?);
         }
     }
