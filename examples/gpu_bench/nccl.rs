@@ -36,7 +36,7 @@ pub fn compare(report: &mut Report, extent: Extent) {
     };
     let rounds = (0..report.rounds()).map(round).collect();
     let name = |bytes| format!("NCCL's time over ours, {bytes} bytes, 2 ranks, client API, wall");
-    report.optional_figures(SIZES.map(name), "times", &rounds);
+    report.figures(SIZES.map(name), "times", &rounds);
 }
 
 /// Returns the seconds of a group's all-reduce of each size.

@@ -87,7 +87,7 @@ fn report_all(report: &mut Report, measured: Measured, extent: Extent, names: &[
     for path in ["kernels", "host"] {
         let micros = |seconds: Vec<f64>| -> Vec<f64> { seconds.into_iter().map(|seconds| 1e6 * seconds).collect() };
         let rounds = (0..report.rounds()).map(|_| measured.by(path, extent).map(micros)).collect();
-        report.optional_figures(names.iter().map(|name| format!("{name}, {path}")), "us", &rounds);
+        report.figures(names.iter().map(|name| format!("{name}, {path}")), "us", &rounds);
     }
 }
 

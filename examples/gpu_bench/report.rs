@@ -81,8 +81,8 @@ impl Report {
         }
     }
 
-    /// Adds figures that were measured together: each round has a value for each name.
-    pub fn optional_figures<N: Into<String>, V: AsRef<[f64]>>(
+    /// Adds figures that were measured together and must not lack: each round has a value for each name.
+    pub fn figures<N: Into<String>, V: AsRef<[f64]>>(
         &mut self,
         names: impl IntoIterator<Item = N>,
         unit: &'static str,
@@ -93,7 +93,7 @@ impl Report {
                 Ok(rounds) => Ok(rounds.iter().filter_map(|round| round.as_ref().get(place).copied()).collect()),
                 Err(error) => Err(error.to_string().into()),
             };
-            self.optional_values(name.into(), unit, values);
+            self.add(name.into(), unit, Goal::None, values);
         }
     }
 
