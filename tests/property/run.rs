@@ -6,10 +6,11 @@
 
 use std::collections::BTreeMap;
 use std::env;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bonfire::Group;
 use bonfire_testing::process::{Process, is_child, send_line};
+use bonfire_testing::settings::{number, seed};
 use burn::tensor::DType;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -26,10 +27,6 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 /// The bits of the parameters after the last step.
 type Outcome = Result<Vec<u64>, String>;
-
-fn number(variable: &str) -> Option<u64> {
-    env::var(variable).ok().map(|text| text.parse().expect("a whole number"))
-}
 
 fn bits(floats: Vec<f64>) -> Vec<u64> {
     floats.into_iter().map(f64::to_bits).collect()
@@ -155,8 +152,7 @@ fn random_programs_train_as_on_one_rank_or_fail_on_all() {
     if is_child() {
         return child();
     }
-    let now = || SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
-    let (seed, count) = (number(SEED).unwrap_or_else(now), number(PROGRAMS).unwrap_or(100));
+    let (seed, count) = (seed(SEED), number(PROGRAMS).unwrap_or(100));
     println!("{count} programs: {SEED}={seed} {PROGRAMS}={count} repeats them");
     let variables = |role: &str| [(SEED, seed.to_string()), (PROGRAMS, count.to_string()), (ROLE, role.into())];
     let (reference, threads) =

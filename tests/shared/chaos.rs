@@ -10,11 +10,12 @@ mod rank;
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
 use std::sync::Mutex;
-use std::time::{Duration, Instant, SystemTime};
-use std::{env, thread};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use bonfire_testing::process::{Process, is_child};
 use bonfire_testing::resources::shared_files;
+use bonfire_testing::settings::{number, seed};
 use bonfire_testing::transport::Random;
 use bonfire_testing::{free_address, in_parallel};
 use model::STEPS;
@@ -58,10 +59,8 @@ fn killed_ranks_change_nothing_for_the_others() {
     if is_child() {
         return rank::main();
     }
-    let number = |variable| env::var(variable).ok().map(|text| text.parse::<u64>().expect("a whole number"));
-    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
     let faults = number("BONFIRE_CHAOS").unwrap_or(40) as usize;
-    let seed = number("BONFIRE_CHAOS_SEED").unwrap_or_else(now);
+    let seed = seed("BONFIRE_CHAOS_SEED");
     println!("BONFIRE_CHAOS={faults} BONFIRE_CHAOS_SEED={seed}");
     let (shared, sum) = (shared_files(), Mutex::new(Totals::default()));
     // Of the most cases, those run that are needed.

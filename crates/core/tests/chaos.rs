@@ -31,10 +31,11 @@ mod stream;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Mutex;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use bonfire_testing::resources::shared_files;
+use bonfire_testing::settings::{number, seed};
 use case::Case;
 use orders::GroupTransport;
 use ranks::{ALL, PROCESSES};
@@ -120,11 +121,6 @@ struct Totals {
     table: BTreeMap<(&'static str, String), (usize, Duration)>,
 }
 
-fn number(variable: &str) -> Option<u64> {
-    let text = env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is '{text}': give a whole number")))
-}
-
 /// Faults of a run that asks for no number.
 const DEFAULT: u64 = 40;
 
@@ -143,8 +139,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let asked = number("BONFIRE_CHAOS").unwrap_or(DEFAULT) as usize;
-    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let seed = number("BONFIRE_CHAOS_SEED").unwrap_or_else(now);
+    let seed = seed("BONFIRE_CHAOS_SEED");
     println!("BONFIRE_CHAOS={asked} BONFIRE_CHAOS_SEED={seed}");
     let shared = shared_files();
     let mut sum = run(&scenarios, asked, seed);

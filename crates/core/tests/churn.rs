@@ -6,12 +6,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any, set_hook, take_hook};
 use std::sync::{Arc, Barrier};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bonfire_core::error::ShrinkError;
 use bonfire_core::{Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, send_line};
 use bonfire_testing::resources::Resources;
+use bonfire_testing::settings::{number, seed};
 use bonfire_testing::transport::Random;
 use bonfire_testing::{DEADLINE, Kind, run_ranks, run_ranks_with};
 use rustix::process::Signal;
@@ -152,11 +153,6 @@ fn processes(random: &mut impl FnMut(usize) -> usize) -> String {
     what
 }
 
-fn number(variable: &str) -> Option<u64> {
-    let text = std::env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is '{text}': give a whole number")))
-}
-
 #[test]
 #[cfg(target_os = "linux")]
 fn a_process_that_shrinks_and_splits_groups_for_long_leaks_nothing() {
@@ -174,8 +170,7 @@ fn a_process_that_shrinks_and_splits_groups_for_long_leaks_nothing() {
             hook(panic);
         }
     }));
-    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let (seconds, seed) = (number("BONFIRE_CHURN").unwrap_or(10), number("BONFIRE_CHURN_SEED").unwrap_or_else(now));
+    let (seconds, seed) = (number("BONFIRE_CHURN").unwrap_or(10), seed("BONFIRE_CHURN_SEED"));
     println!("BONFIRE_CHURN={seconds} BONFIRE_CHURN_SEED={seed}");
     let mut numbers = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut random = |below: usize| (numbers.next() >> 33) as usize % below;

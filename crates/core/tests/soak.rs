@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bonfire_core::{DType, Group, Operation};
+use bonfire_testing::settings::number;
 use bonfire_testing::transport::Random;
 use bonfire_testing::{Kind, joins, run_ranks};
 use case::{Case, GROUPS, below, hash, members};
@@ -189,14 +190,11 @@ fn run((kind, n, star): (Kind, usize, bool), seed: u64, operations: usize) {
     }
 }
 
-fn number(variable: &str, default: u64) -> u64 {
-    std::env::var(variable).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{variable} is a number")))
-}
-
 /// One test, because threads and open files are counted.
 #[test]
 fn mixed_operations_on_overlapping_groups_are_exact() {
-    let (seed, operations) = (number("BONFIRE_SOAK_SEED", 1), number("BONFIRE_SOAK", 3000) as usize);
+    let (seed, operations) =
+        (number("BONFIRE_SOAK_SEED").unwrap_or(1), number("BONFIRE_SOAK").unwrap_or(3000) as usize);
     // Opens what a process opens once and keeps: sockets for its signals.
     run_ranks(Kind::Tcp, 2, |group| group.barrier()).into_iter().for_each(|done| done.expect("both are there"));
     for (kind, star) in KINDS {

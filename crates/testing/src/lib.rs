@@ -7,6 +7,7 @@ pub mod logged;
 pub mod process;
 pub mod relay;
 pub mod resources;
+pub mod settings;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 pub mod syscalls;
 pub mod transport;

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bonfire::{Checkpoints, Group};
 use bonfire_testing::process::{Process, is_child, send_line};
+use bonfire_testing::settings::seed;
 use bonfire_testing::transport::Random;
 use rustix::process::Signal;
 
@@ -49,8 +50,7 @@ fn save_until_killed(folder: &Path) {
 }
 
 fn kill(rounds: usize) {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let seed = std::env::var("BONFIRE_CHAOS_SEED").map_or(now, |text| text.parse().expect("a whole number"));
+    let seed = seed("BONFIRE_CHAOS_SEED");
     println!("BONFIRE_CHAOS_SEED={seed}");
     let mut random = Random(seed | 1);
     (0..4).for_each(|_| _ = random.next());

@@ -17,6 +17,7 @@ use bonfire_core::{Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, send_line};
 use bonfire_testing::relay::{dial, relay};
 use bonfire_testing::resources::{Resources, listening};
+use bonfire_testing::settings::{number, seed};
 use bonfire_testing::transport::Random;
 use bonfire_testing::{free_address, in_parallel, wire};
 
@@ -221,10 +222,6 @@ fn beside_a_broken_rank(chance: &mut Chance, heard: &[Conversation]) {
     let _: Result<(), Error> = zero.join().expect("no panic");
 }
 
-fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable).ok()?.parse().ok()
-}
-
 /// Runs rounds in a process of their own, `width` at a time.
 fn rounds(
     name: &str,
@@ -233,7 +230,7 @@ fn rounds(
     round: fn(&mut Chance, &[Conversation]),
 ) {
     let count = number("BONFIRE_STRANGERS").unwrap_or(2);
-    let seed = number(SEED).unwrap_or_else(|| u64::from(std::process::id()));
+    let seed = seed(SEED);
     if !is_child() {
         println!("BONFIRE_STRANGERS={count} {SEED}={seed}");
         let process = Process::start(name, &[(SEED, seed.to_string())]);
