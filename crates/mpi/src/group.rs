@@ -129,7 +129,10 @@ impl Mpi {
         let agreement = &mut *lock(&self.agreement);
         agreement.begin(site, &hold())?;
         if self.poll(agreement, |agreement, held| agreement.agreed(held).map_err(Fault::Failed), &mut idle)? {
-            return Ok(());
+            // A peer may have given up before this rank began: MPI completes its agreement in any later call of that
+            // peer. It takes no part, and this rank could not return from the operation. Its message came before.
+            self.pump(&hold());
+            return self.control.failure_in(site).map_or(Ok(()), Err);
         }
         agreement.gather_calls(&hold())?;
         let tags = self.poll(agreement, |agreement, held| agreement.calls(held).map_err(Fault::Failed), &mut idle)?;
