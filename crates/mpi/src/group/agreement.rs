@@ -2,7 +2,8 @@
 //!
 //! The maximum and the minimum over all ranks of the words of the operation's tag are computed by one `MPI_Iallreduce`
 //! of 64 bytes in the group's own memory. It completes on no rank before all have begun it. Until then a rank may give
-//! up and return, because MPI does not have its caller's memory yet.
+//! up and return, because MPI does not have its caller's memory yet. MPI still completes it for the others, so these
+//! look for failures once more before they go on.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
