@@ -81,7 +81,7 @@ impl Report {
         }
     }
 
-    /// Adds figures that were measured together and must not lack: each round has a value for each name.
+    /// Adds figures that were measured together and must not be missing: each round has a value for each name.
     pub fn figures<N: Into<String>, V: AsRef<[f64]>>(
         &mut self,
         names: impl IntoIterator<Item = N>,

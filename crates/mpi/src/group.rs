@@ -130,7 +130,8 @@ impl Mpi {
         agreement.begin(site, &hold())?;
         if self.poll(agreement, |agreement, held| agreement.agreed(held).map_err(Fault::Failed), &mut idle)? {
             // A peer may have given up before this rank began: MPI completes its agreement in any later call of that
-            // peer. It takes no part, and this rank could not return from the operation. Its message came before.
+            // peer. The peer takes no part in the operation, from which this rank could not return. The message of the
+            // peer's failure came before.
             self.pump(&hold());
             return self.control.failure_in(site).map_or(Ok(()), Err);
         }
