@@ -18,6 +18,7 @@ mod software_driver;
 
 use std::thread;
 
+use bonfire_testing::settings::number;
 use cubecl::cuda::CudaRuntime;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
@@ -73,7 +74,7 @@ fn all_reduce_on_eight_devices() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn all_reduce_of_all_short_lengths() {
-    let taken = std::env::var("BONFIRE_TEST_LENGTHS").map_or(131, |lengths| lengths.parse().expect("a number"));
+    let taken = number("BONFIRE_TEST_LENGTHS").unwrap_or(131) as usize;
     // The last one is 130 in any case. A step that is no power of two visits all remainders.
     let lengths: Vec<_> = (0..=130usize).rev().step_by(131usize.div_ceil(taken)).collect();
     all_reduces(&Devices::new(18, 2), &cases(&lengths));

@@ -10,6 +10,7 @@ use std::sync::Barrier;
 use bonfire::{
     CollectiveConfig, CollectiveRuntime, Cuda, CudaDevice, PeerId, ReduceOp, all_reduce, finish_collective, register,
 };
+use bonfire_testing::settings::number;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
@@ -26,7 +27,7 @@ type Devices = devices::Devices<CudaRuntime>;
 #[ignore = "needs a CUDA GPU"]
 fn a_rewritten_tensor_is_read_anew_ten_thousand_times() {
     const BATCH: usize = 50;
-    let times = std::env::var("BONFIRE_REWRITES").map_or(10_000, |times| times.parse().unwrap());
+    let times = number("BONFIRE_REWRITES").unwrap_or(10_000) as usize;
     let devices = Devices::new(0, 2);
     devices.run(|rank, client| {
         let mut streams = devices::streams(&client, rank);

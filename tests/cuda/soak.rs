@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::cases::{Case, DTYPES, Pending};
 use crate::devices::streams;
 use crate::{Devices, around};
+use bonfire_testing::settings::{number, seed};
 use bonfire_testing::transport::Random;
 
 const RANKS: u8 = 4;
@@ -29,15 +30,10 @@ fn draw(random: &mut Random, number: usize) -> (Case, Vec<usize>) {
     (Case { number, dtype, mean, in_place, length, around }, members)
 }
 
-fn number(variable: &str, default: u64) -> u64 {
-    std::env::var(variable).map_or(default, |value| value.parse().expect("a number"))
-}
-
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn random_all_reduces() {
-    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
-    let (calls, seed) = (number("BONFIRE_SOAK", 100_000) as usize, number("BONFIRE_SOAK_SEED", now | 1));
+    let (calls, seed) = (number("BONFIRE_SOAK").unwrap_or(100_000) as usize, seed("BONFIRE_SOAK_SEED"));
     println!("BONFIRE_SOAK={calls} BONFIRE_SOAK_SEED={seed}");
     let devices = Devices::new(67, RANKS);
     devices.all.iter().for_each(|device| device.set_deadline(Duration::from_secs(60)));

@@ -13,6 +13,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 
 use bonfire_testing::in_parallel;
+use bonfire_testing::settings::number;
 use faults::{Cgroup, FAULTS, Fault, HANGS, LEAVES, rank};
 
 /// Ranks of a run.
@@ -43,7 +44,7 @@ fn main() -> ExitCode {
     if words.iter().any(|word| !word.starts_with('-') && !"first_cause".contains(word.as_str())) {
         return ExitCode::SUCCESS;
     }
-    let times = env::var("BONFIRE_FAULTS").map_or(5, |text| text.parse().expect("BONFIRE_FAULTS is a whole number"));
+    let times = number("BONFIRE_FAULTS").unwrap_or(5) as usize;
     let no_cgroup = Cgroup::new().err();
     let mut cases = Vec::new();
     for fault in FAULTS {
